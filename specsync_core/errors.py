@@ -1,0 +1,48 @@
+"""The error types. Every message says where, what, the known values and the next act."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+class SpecSyncError(Exception):
+    """Base of every error that specsync raises on purpose."""
+
+
+class RegistryError(SpecSyncError, ValueError):
+    """A registry file is wrong, two registries collide, or a site does not exist."""
+
+
+class PolicyError(SpecSyncError, ValueError):
+    """A policy, a policy file or an environment variable cannot be understood."""
+
+
+class PluginError(SpecSyncError):
+    """A plugin cannot be imported, or its hooks do not fit the hook specifications."""
+
+
+class PlanMismatchError(SpecSyncError):
+    """Ranks hold different plans or plugins, or a rank did not arrive. Raised on every rank."""
+
+
+class GroupError(SpecSyncError, ValueError):
+    """A group is missing, inert, or not of the shape that the group protocol asks for."""
+
+
+class PayloadError(SpecSyncError, ValueError):
+    """Tensors do not fit their site's declaration, or differ in shape or dtype between ranks."""
+
+
+class TransportError(SpecSyncError, RuntimeError):
+    """A collective failed, timed out, or a peer gave up."""
+
+
+class EngineError(SpecSyncError):
+    """An inference engine is not what its adapter knows."""
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Return ``" (did you mean 'x'?)"`` for the closest known word, or an empty string."""
+    close = get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return f" (did you mean '{close[0]}'?)" if close else ""
