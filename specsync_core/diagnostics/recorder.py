@@ -1,0 +1,287 @@
+"""The recorder: a tap that keeps one rank's recent decisions and waits in a memory-mapped ring.
+
+The ring is a shared mapping of a file, so what was recorded survives SIGKILL and an abort inside a native
+collective, and another process can read it while this rank's main thread is stuck. Reading is
+`specsync_core.diagnostics.recording`; the doctor merges the recordings of a group. Importing this module
+does not import torch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import mmap
+import os
+import platform
+import socket
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from importlib import metadata
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+from zlib import crc32
+
+from specsync_core.diagnostics import recording as fmt
+from specsync_core.diagnostics.recording import Recording, RecordingError, StrPath, read_recording, recording_path
+from specsync_core.registry import Site
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["Recorder", "Recording", "RecordingError", "read_recording", "recording_path"]
+
+_NO_DIMS = (0, 0, 0, 0)
+
+
+class Recorder:
+    """A tap that writes each call of each site, and the engine's own waits, into a ring in a file.
+
+    Args:
+        path: the file; an older one is replaced, parent directories are made. `recording_path` names it well.
+        group_rank: this rank within its group.
+        world_size: the group's size.
+        ranks: global ranks of the group's members, by group rank.
+        plan_digest: the plan's digest, so that recordings under different plans are told apart.
+        sites: the registry's sites; a reader of the file then needs no registry.
+        values: keep checksums and first values of tensors that are on a device too. That means a host
+            synchronisation per tensor. Values of CPU tensors are always kept.
+        slots: size of the ring in records (one per tensor, before and after; two per wait), 216 bytes each.
+        run_id: any text that is equal on the ranks of one run and different in the next.
+
+    Graph: while a CUDA graph is being captured shapes alone are recorded, and no host read happens.
+
+    Put it behind the fault injector in ``taps``, so that it sees injected values.
+    """
+
+    def __init__(
+        self,
+        path: StrPath,
+        *,
+        group_rank: int,
+        world_size: int,
+        ranks: Sequence[int],
+        plan_digest: str,
+        sites: Iterable[Site],
+        values: bool = False,
+        slots: int = 16384,
+        run_id: str = "",
+    ) -> None:
+        self.path = Path(path)
+        self.step = 0
+        """The engine's step, as the last site call told it; written with the waits. May be set."""
+        self._values = values
+        self._calls: dict[int, int] = {}
+        self._dtypes: dict[Any, tuple[int, int]] = {}
+        self._sequence = itertools.count(1)
+        self._waits = itertools.count(1)
+        fields = {
+            "group_rank": group_rank,
+            "world_size": world_size,
+            "ranks": list(ranks),
+            "plan_digest": plan_digest,
+            "run_id": run_id,
+            "pid": os.getpid(),
+            "host": host_identity(),
+            "versions": library_versions(),
+            "started_s": time.time(),
+            "sites": {str(site.number): [site.slug, [spec.name for spec in site.tensors]] for site in sites},
+        }
+        header = fmt.write_header(fields, slots)
+        self._slots = slots
+        self._ring = len(header)
+        self._map: mmap.mmap | None = _create(self.path, header, self._ring + slots * fmt.SLOT_BYTES)
+
+    def before(self, site: Site, tensors: Sequence[Tensor], step: int) -> None:
+        """Record this rank's own values, before the sync. Microseconds per CPU tensor; see ``values`` for others."""
+        self._calls[site.number] = self._calls.get(site.number, 0) + 1
+        self._record_call(fmt.BEFORE, site.number, tensors, step)
+
+    def after(self, site: Site, tensors: Sequence[Tensor], step: int) -> None:
+        """Record the values that everything is derived from."""
+        self._record_call(fmt.AFTER, site.number, tensors, step)
+
+    def waiting(self, what: str, detail: str = "") -> Waiting:
+        """Return a context manager that marks a wait of the engine's own, e.g. a collective.
+
+        Args:
+            what: the kind of wait, equal on all ranks that meet in it: ``tp all-reduce``.
+            detail: which one: ``layer 1 mlp, batch 7``. Both together are cut at 127 bytes of UTF-8.
+        """
+        return Waiting(self, what, detail)
+
+    def begin_wait(self, what: str, detail: str = "") -> int:
+        """Mark the begin of a wait; returns the number that `end_wait` takes."""
+        number = next(self._waits)
+        self._record_text(fmt.WAIT_BEGIN, number, f"{what}\0{detail}")
+        return number
+
+    def end_wait(self, number: int, error: str = "") -> None:
+        """Mark the end of a wait; ``error`` names the exception's type when it failed."""
+        self._record_text(fmt.WAIT_END, number, error, fmt.FAILED if error else 0)
+
+    def close(self, outcome: str = "finished") -> None:
+        """Write that this rank ended in an orderly way, and let go of the file. Later calls do nothing."""
+        if self._map is None:
+            return
+        self._record_text(fmt.CLOSED, 0, outcome)
+        self._map.close()
+        self._map = None
+
+    def __enter__(self) -> Recorder:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None) -> None:
+        self.close("finished" if kind is None else f"failed: {kind.__name__}")
+
+    def _record_call(self, kind: int, site_number: int, tensors: Sequence[Tensor], step: int) -> None:
+        self.step = step
+        call = self._calls.get(site_number, 0)
+        count = len(tensors)
+        if count == 0:
+            self._write(kind, 0, 0, 0, site_number, step, call, 0, 0, 0, _NO_DIMS, 0, 0, b"")
+        for index, tensor in enumerate(tensors):
+            shape = tensor.shape
+            ndim = len(shape)
+            numel = tensor.numel()
+            code, itemsize = self._dtypes.get(tensor.dtype) or self._learn_dtype(tensor)
+            data, flags = self._read_bytes(tensor, numel * itemsize)
+            dims = (*shape, *_NO_DIMS)[:4]
+            crc = crc32(data) if flags & fmt.HAS_VALUES else 0
+            head = data[: fmt.VALUE_BYTES]
+            self._write(kind, flags, index, count, site_number, step, call, code, ndim, len(head), dims, numel, crc, head)
+
+    def _read_bytes(self, tensor: Tensor, size: int) -> tuple[bytes, int]:
+        """Return the tensor's bytes and the flags that go with them; nothing where they may not be read."""
+        try:
+            if not tensor.is_cpu:
+                if not self._values:
+                    return b"", 0
+                if tensor.is_cuda and _is_capturing():
+                    return b"", fmt.CAPTURING
+                tensor = tensor.detach().cpu()
+            if not tensor.is_contiguous():
+                tensor = tensor.contiguous()
+            if size == 0:
+                return b"", fmt.HAS_VALUES if tensor.numel() == 0 else 0
+            return ctypes.string_at(tensor.data_ptr(), size), fmt.HAS_VALUES
+        except (RuntimeError, NotImplementedError):
+            return b"", 0  # no memory of its own: sparse, meta or fake tensors
+
+    def _learn_dtype(self, tensor: Tensor) -> tuple[int, int]:
+        code = fmt.DTYPE_CODES.get(str(tensor.dtype).removeprefix("torch."), 0)
+        self._dtypes[tensor.dtype] = known = (code, tensor.element_size())
+        return known
+
+    def _record_text(self, kind: int, call: int, text: str, flags: int = 0) -> None:
+        data = text.encode()[: fmt.VALUE_BYTES]
+        self._write(kind, flags, 0, 0, 0, self.step, call, 0, 0, len(data), _NO_DIMS, 0, 0, data)
+
+    def _write(
+        self, kind: int, flags: int, tensor_index: int, tensor_count: int, site_number: int, step: int, call: int,
+        dtype: int, ndim: int, value_bytes: int, dims: tuple[int, ...], numel: int, crc: int, payload: bytes,
+    ) -> None:  # fmt: skip
+        ring = self._map
+        if ring is None:
+            return
+        sequence = next(self._sequence)
+        body = fmt.BODY.pack(
+            sequence, kind, flags, tensor_index, tensor_count, site_number, step, call, time.time(), time.monotonic(),
+            dtype, ndim, value_bytes, *dims, numel, crc, payload,
+        )  # fmt: skip
+        start = self._ring + (sequence - 1) % self._slots * fmt.SLOT_BYTES
+        ring[start : start + fmt.SLOT_BYTES] = body + crc32(body).to_bytes(4, "little")
+
+
+class Waiting:
+    """The context manager of `Recorder.waiting`."""
+
+    __slots__ = ("_detail", "_number", "_recorder", "_what")
+
+    def __init__(self, recorder: Recorder, what: str, detail: str) -> None:
+        self._recorder, self._what, self._detail = recorder, what, detail
+        self._number = 0
+
+    def __enter__(self) -> None:
+        self._number = self._recorder.begin_wait(self._what, self._detail)
+
+    def __exit__(self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None) -> None:
+        self._recorder.end_wait(self._number, kind.__name__ if kind else "")
+
+
+def host_identity() -> dict[str, Any]:
+    """What tells whether a process id means the same process to a reader: host, boot, pid namespace, start time."""
+    return {
+        "name": socket.gethostname(),
+        "boot_id": _read_text("/proc/sys/kernel/random/boot_id"),
+        "pid_namespace": _read_link("/proc/self/ns/pid"),
+        "process_start": process_start(os.getpid()),
+    }
+
+
+def process_start(pid: int) -> str | None:
+    """The start time of a living process in clock ticks since boot; None when it is gone, or a zombie."""
+    stat = _read_text(f"/proc/{pid}/stat")
+    if stat is None:
+        return None
+    fields = stat.rpartition(")")[2].split()  # the command's name may hold blanks and brackets
+    return None if fields[0] in "ZX" else fields[19]
+
+
+def library_versions() -> dict[str, str | None]:
+    """Versions that a reader of a recording wants to compare across ranks."""
+    versions: dict[str, str | None] = {"python": platform.python_version(), "specsync": None}
+    with suppress(metadata.PackageNotFoundError):
+        versions["specsync"] = metadata.version("specsync-core")
+    torch: Any = sys.modules.get("torch")
+    versions["torch"] = str(torch.__version__) if torch else None
+    versions["cuda"] = torch.version.cuda if torch else None
+    versions["nccl"] = _nccl_version() if torch and torch.version.cuda else None
+    return versions
+
+
+def _nccl_version() -> str | None:
+    with suppress(Exception):  # a torch without NCCL raises what it likes
+        from torch.cuda import nccl
+
+        return ".".join(str(part) for part in nccl.version())
+    return None
+
+
+def _is_capturing() -> bool:
+    import torch
+
+    return torch.cuda.is_current_stream_capturing()
+
+
+def _read_text(path: str) -> str | None:
+    try:
+        return Path(path).read_text().strip()
+    except OSError:
+        return None
+
+
+def _read_link(path: str) -> str | None:
+    try:
+        return os.readlink(path)
+    except OSError:
+        return None
+
+
+def _create(path: Path, header: bytes, size: int) -> mmap.mmap:
+    """Make the file, reserve its space and map it. The magic is written last: a reader sees all of the header or none."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.unlink(missing_ok=True)  # never truncate: someone may have it mapped
+    with open(path, "x+b") as file:
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(file.fileno(), 0, size)  # a full disk shows here, not as SIGBUS in the engine
+        else:
+            file.write(bytes(size))
+            file.flush()
+        ring = mmap.mmap(file.fileno(), size)
+    magic = len(fmt.MAGIC)
+    ring[magic : len(header)] = header[magic:]
+    ring[:magic] = header[:magic]
+    return ring
