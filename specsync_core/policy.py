@@ -111,6 +111,11 @@ def split_policy(text: str) -> Iterator[str]:
     return filter(None, "".join(text.split()).lower().replace("_", "-").split(","))
 
 
+def normalise(text: str) -> str:
+    """Return a policy in the one form in which equal policies are written alike."""
+    return ",".join(split_policy(text))
+
+
 def removes_from_nothing(text: str) -> str | None:
     """Return the token by which a policy begins, when it is one that removes: there is nothing to remove yet."""
     first = next(split_policy(text), "")

@@ -1,0 +1,181 @@
+"""What the environment says. The only module that reads environment variables.
+
+A value that cannot be understood is an error, and so is a variable that looks like a misspelt one: a
+setting that is dropped in silence on one rank is a divergence.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Generic, Literal, TypeAlias, TypeVar, get_args
+
+from specsync_core.errors import PolicyError, did_you_mean
+from specsync_core.policy import normalise
+
+PREFIX = "SPECSYNC_"
+VARIABLES: Mapping[str, str] = {
+    "SPECSYNC_SITES": "policy: which sites are on, e.g. 'all,-dspark-plan' or 'all:audit'",
+    "SGLANG_SPEC_TP_SYNC": "the published fix's policy, read where SPECSYNC_SITES is not set",
+    "SPECSYNC_CONFIG": "path of the policy file (default: ./specsync.toml, else [tool.specsync] in ./pyproject.toml)",
+    "SPECSYNC_TRANSPORT": "auto, group or grouped (default auto)",
+    "SPECSYNC_TIMEOUT_S": "seconds that ranks wait for each other at start-up and in host agreements (default 30)",
+    "SPECSYNC_DISABLE": "comma-separated entry points of plugins that are not loaded",
+    "SPECSYNC_COUNTERS": "on or off: count divergence in mode sync too (default on)",
+    "SPECSYNC_STRICT": "1: an engine adapter stops where it could otherwise go on without a site (default 0)",
+    "SPECSYNC_FAULTS": "faults on purpose, e.g. 'dspark-accept-greedy:rank=1:step=20:add=1'",
+    "SPECSYNC_ALLOW_FAULTS": "1: obey SPECSYNC_FAULTS (default 0)",
+}
+"""Every variable that is read, with its meaning."""
+
+Transport: TypeAlias = Literal["auto", "group", "grouped"]
+TRANSPORTS: tuple[Transport, ...] = get_args(Transport)
+DEFAULT_TIMEOUT_S = 30.0
+
+logger = logging.getLogger("specsync")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Setting(Generic[T]):
+    """A value, where it comes from, and what was not taken."""
+
+    value: T
+    origin: str
+    """A variable, a file and line, a plugin's hook, or ``default``."""
+    rejected: tuple[str, ...] = ()
+    """What weaker sources say, or why the alternatives do not fit."""
+
+
+@dataclass(frozen=True)
+class Environment:
+    """The settings that the environment holds; None where a variable is not set."""
+
+    sites: Setting[str] | None = None
+    """Policy text; the empty string selects nothing."""
+    config: Path | None = None
+    transport: Setting[Transport] | None = None
+    timeout_s: Setting[float] | None = None
+    """Seconds, above 0 and finite."""
+    counters: Setting[bool] | None = None
+    disable: frozenset[str] = frozenset()
+    """Names of entry points."""
+    strict: bool = False
+    faults: str | None = None
+    """As written; `specsync_core.diagnostics.faults` parses it."""
+    allow_faults: bool = False
+
+
+def read_environment(environ: Mapping[str, str] | None = None) -> Environment:
+    """Read every variable of specsync.
+
+    Args:
+        environ: None reads the process's own environment.
+
+    Raises:
+        PolicyError: one line for each variable that is misspelt, cannot be understood, or contradicts another.
+    """
+    environ = os.environ if environ is None else environ
+    problems = list(_misspelt(environ))
+    read = _Reader(environ, problems)
+    found = Environment(
+        sites=_sites(environ, problems),
+        config=read.plain("SPECSYNC_CONFIG", _path),
+        transport=read("SPECSYNC_TRANSPORT", _transport),
+        timeout_s=read("SPECSYNC_TIMEOUT_S", _seconds),
+        counters=read("SPECSYNC_COUNTERS", _flag),
+        disable=frozenset(_names(environ.get("SPECSYNC_DISABLE", ""))),
+        strict=read.plain("SPECSYNC_STRICT", _flag) or False,
+        faults=environ.get("SPECSYNC_FAULTS"),
+        allow_faults=read.plain("SPECSYNC_ALLOW_FAULTS", _flag) or False,
+    )
+    if problems:
+        raise PolicyError("\n".join(problems))
+    return found
+
+
+class _Reader:
+    """Parses variables, and collects what is wrong with them."""
+
+    def __init__(self, environ: Mapping[str, str], problems: list[str]) -> None:
+        self._environ = environ
+        self._problems = problems
+
+    def plain(self, variable: str, parse: Callable[[str], T]) -> T | None:
+        text = self._environ.get(variable)
+        if text is None:
+            return None
+        try:
+            return parse(text.strip())
+        except ValueError as error:
+            self._problems.append(f"{variable}: {error}, not {text!r}. Unset it for the default.")
+            return None
+
+    def __call__(self, variable: str, parse: Callable[[str], T]) -> Setting[T] | None:
+        value = self.plain(variable, parse)
+        return None if value is None else Setting(value, variable)
+
+
+def _sites(environ: Mapping[str, str], problems: list[str]) -> Setting[str] | None:
+    ours, published = (environ.get(variable) for variable in ("SPECSYNC_SITES", "SGLANG_SPEC_TP_SYNC"))
+    if ours is not None and published is not None and normalise(ours) != normalise(published):
+        problems.append(
+            f"SPECSYNC_SITES is {ours!r} but SGLANG_SPEC_TP_SYNC is {published!r}."
+            " Unset one of them, or make them equal."
+        )
+    if ours is not None:
+        return Setting(ours, "SPECSYNC_SITES")
+    return None if published is None else Setting(published, "SGLANG_SPEC_TP_SYNC")
+
+
+def _misspelt(environ: Mapping[str, str]) -> Iterator[str]:
+    """Yield a problem for each variable that is nearly a known one; log those that are merely unknown."""
+    suffixes = {variable.removeprefix(PREFIX): variable for variable in VARIABLES if variable.startswith(PREFIX)}
+    for variable in sorted(environ):
+        if variable in VARIABLES or not variable.upper().startswith(PREFIX):
+            continue
+        close = get_close_matches(variable.upper().removeprefix(PREFIX), suffixes, n=1, cutoff=0.7)
+        if close:
+            yield f"unknown variable {variable} (did you mean {suffixes[close[0]]}?). Rename or unset it."
+        else:
+            logger.warning("unknown variable %s has no effect. Known: %s.", variable, ", ".join(VARIABLES))
+
+
+def _path(text: str) -> Path:
+    if not text:
+        raise ValueError("takes the path of a policy file")
+    return Path(text)
+
+
+def _transport(text: str) -> Transport:
+    for transport in TRANSPORTS:
+        if text.lower() == transport:
+            return transport
+    raise ValueError(f"takes {', '.join(TRANSPORTS)}{did_you_mean(text.lower(), TRANSPORTS)}")
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise ValueError("takes a number of seconds above 0")
+    return seconds
+
+
+def _flag(text: str) -> bool:
+    if text.lower() in ("1", "on", "true", "yes"):
+        return True
+    if text.lower() in ("0", "off", "false", "no"):
+        return False
+    raise ValueError("takes on or off (1 or 0)")
+
+
+def _names(text: str) -> Iterator[str]:
+    return filter(None, (name.strip() for name in text.split(",")))
