@@ -1,0 +1,60 @@
+"""The engine's own collectives: what a divergence mismatches. Every wait is marked for the recorder."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class Marks(Protocol):
+    """Marks where a rank waits. `specsync_core.diagnostics.recorder.Recorder` is one."""
+
+    def waiting(self, what: str, detail: str = "") -> AbstractContextManager[None]: ...
+
+
+class NoMarks:
+    """Marks nothing: for runs whose time is measured."""
+
+    def waiting(self, what: str, detail: str = "") -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+class GroupCollectives:
+    """All-reduce and all-gather of a tensor-parallel process group.
+
+    Args:
+        process_group: gloo for tensors on the CPU, NCCL for tensors on CUDA.
+        marks: marks every wait. With a recorder on CUDA each call also waits for the stream, because an NCCL call
+            returns before it communicates and the host would be found waiting somewhere else.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup, marks: Marks | None = None) -> None:
+        self.rank = dist.get_rank(process_group)
+        self.world_size = dist.get_world_size(process_group)
+        self._group = process_group
+        self._marks = marks or NoMarks()
+        self._wait_for_stream = marks is not None and dist.get_backend(process_group) == "nccl"
+
+    def all_reduce(self, tensor: Tensor, what: str) -> Tensor:
+        """Sum over the ranks, in place."""
+        with self._marks.waiting("tp all-reduce", what):
+            dist.all_reduce(tensor, group=self._group)
+            self._settle()
+        return tensor
+
+    def all_gather(self, tensor: Tensor, what: str) -> Tensor:
+        """Concatenate the ranks' ``[N, v]`` along the last dimension: ``[N, V]``."""
+        count, width = tensor.shape
+        gathered = tensor.new_empty(self.world_size * count, width)
+        with self._marks.waiting("tp all-gather", what):
+            dist.all_gather_into_tensor(gathered, tensor.contiguous(), group=self._group)
+            self._settle()
+        return gathered.view(self.world_size, count, width).transpose(0, 1).reshape(count, -1)
+
+    def _settle(self) -> None:
+        if self._wait_for_stream:
+            torch.cuda.current_stream().synchronize()
