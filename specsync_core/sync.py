@@ -1,0 +1,317 @@
+"""`SpecTpSync`: what an engine calls where a rank decides.
+
+The path of one call: `SpecTpSync.sync` finds the site's point, which is either `passthrough` (the site is off,
+or the group has one rank) or a `Point`; a `Point` knows the payload's signature from an earlier call, or checks
+it once with all ranks, and hands the tensors to its transport.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from specsync_core.collectives import GroupStore, store_of
+from specsync_core.consensus import Op, agree_over
+from specsync_core.counters import SiteCounter, SiteStats
+from specsync_core.errors import PayloadError, RegistryError, SpecSyncError, TransportError
+from specsync_core.facts import Facts
+from specsync_core.groups import Group, ParallelGroups, consensus_group, select_group
+from specsync_core.handshake import shake_hands
+from specsync_core.manager import load_registry
+from specsync_core.memory import free_memory_gib
+from specsync_core.payload import Packet, Signature, declared, describe, find_problem, signature_of
+from specsync_core.plan import Plan, resolve_plan
+from specsync_core.registry import Site
+from specsync_core.transports import Choice, Transport, choose_transport
+from specsync_core.transports.base import copy_all_
+
+logger = logging.getLogger("specsync")
+
+PointCall = Callable[..., Any]
+"""Takes a site's tensors; returns the one tensor, or all of them as a tuple."""
+
+
+class Tap(Protocol):
+    """Sees every call of every site on this rank, also where the site is off."""
+
+    def before(self, site: Site, tensors: Sequence[Tensor], step: int) -> bool | None:
+        """Called with this rank's own values, which it may change in place. False skips the broadcast."""
+        ...
+
+    def after(self, site: Site, tensors: Sequence[Tensor], step: int) -> None:
+        """Called with the values that everything is derived from."""
+        ...
+
+
+class SpecTpSync:
+    """Makes group rank 0's decisions the decisions of the group, at the sites that the plan turns on.
+
+    Args:
+        groups: the engine's groups; `select_group` picks the one to broadcast in.
+        plan: None resolves one from the environment and the policy file, also when the group has one rank.
+        taps: observers of every call (recorder, fault injection). None of them costs nothing.
+        handshake: compare plans, payloads and transports between ranks over the groups' ``cpu_group``. Only a
+            group that cannot meet (a fake in a test) needs False.
+
+    Raises:
+        PolicyError, RegistryError, PluginError: as `resolve_plan`.
+        GroupError: a group is missing or does not fit the plan.
+        PlanMismatchError: on every rank, when ranks hold different plans or one does not arrive in time.
+    """
+
+    def __init__(
+        self, groups: ParallelGroups, plan: Plan | None = None, *, taps: Sequence[Tap] = (), handshake: bool = True
+    ) -> None:
+        if plan is None:
+            plan = resolve_plan(load_registry(), facts=Facts(platform=_platform(), dp_attention=groups.dp_attention))
+        self.groups = groups
+        self.plan = plan.with_dp_attention(groups.dp_attention)
+        self.step = 0
+        """The engine's step, for diagnostics; `next_step` counts it up."""
+        self._taps = tuple(taps)
+        self._group = select_group(groups)
+        self._store: GroupStore | None = None
+        if handshake and groups.tp.world_size > 1:
+            shake_hands(store_of(groups.tp.cpu_group), self.plan.summary(), self.plan.timeout_s)
+            if self._group.world_size > 1:
+                self._store = store_of(self._group.cpu_group)
+        if groups.tp.world_size > 1 and groups.tp.rank_in_group == 0 and (warning := self.plan.narrowing_warning()):
+            logger.warning(warning)
+        self.transports: dict[str, Choice] = {}
+        """By requested name: which transport was taken for it, and why."""
+        self._counters = {
+            slug: SiteCounter(planned.site, planned.mode.value, self._group.rank_in_group)
+            for slug, planned in self.plan.sites.items()
+        }
+        self._agreements: dict[str, int] = {}
+        self._points = {
+            slug: self._bind(planned.site) for slug, planned in self.plan.sites.items() if planned.site.kind == "broadcast"
+        }
+
+    def enabled(self, site: Site | str | int) -> bool:
+        """Whether a call at this site takes part in a collective: the site is on and its group has more than one rank."""
+        site = self.plan.registry.site(site)
+        group = self._group if site.kind == "broadcast" else self.groups.tp
+        return self.plan.mode(site.slug) != "off" and group.world_size > 1
+
+    def sync(self, site: Site | str | int, *tensors: Tensor) -> Any:
+        """Overwrite ``tensors`` on every rank with the values that group rank 0 holds, and return them.
+
+        Args:
+            site: a `Site`, slug or number of kind broadcast.
+            tensors: the site's declared tensors in order, of the same shapes and dtypes on every rank; any
+                strides, as long as elements do not share memory. Written in place.
+
+        Returns:
+            The same tensor for one, the tuple of the same tensors for several. In ``audit`` mode they keep
+            their values and are only compared.
+
+        Raises:
+            RegistryError: there is no such site, or it is not of kind broadcast.
+            PayloadError: the tensors differ from the site's declaration or between ranks; on every rank.
+            TransportError: a peer failed or gave up.
+
+        Graph: capturable where the transport is, once the same shapes were seen eagerly; no allocation,
+        no host read, no value-dependent branch.
+        """
+        return self.point(site)(*tensors)
+
+    def point(self, site: Site | str | int) -> PointCall:
+        """Return `sync` bound to one site, for hot loops: call it with the tensors.
+
+        Raises:
+            RegistryError: there is no such site, or it is not of kind broadcast.
+        """
+        found = self._points.get(site) if isinstance(site, str) else None
+        return found if found is not None else self._find_point(site)
+
+    def _find_point(self, key: Site | str | int) -> PointCall:
+        site = self.plan.registry.site(key)
+        if site.slug not in self._points:
+            raise RegistryError(
+                f"{site} is of kind {site.kind}; sync takes broadcast sites."
+                + (" Use available_memory_gb or agree." if site.kind == "consensus" else "")
+            )
+        return self._points[site.slug]
+
+    def _bind(self, site: Site) -> PointCall:
+        if self.enabled(site):
+            transport = self._transport(self.plan[site.slug].transport.value)
+            call: PointCall = Point(self, site, self._group, self._store, transport, self._counters[site.slug])
+        else:
+            call = passthrough
+        return _tapped(self, site, call, self._taps) if self._taps else call
+
+    def _transport(self, requested: str) -> Transport:
+        if requested not in self.transports:
+            store, timeout_s = self._store, self.plan.timeout_s
+            exchange = None if store is None else lambda topic, payload: store.exchange(topic, payload, timeout_s)
+            self.transports[requested] = choose_transport(requested, self._group, exchange)
+        return self.transports[requested].transport
+
+    def agree(self, site: Site | str | int, value: Any, op: Op = "root", *, group: Group | None = None) -> Any:
+        """Agree on a host value over the CPU group: a number, a flag, a string, or a list of those.
+
+        Args:
+            op: ``min``, ``max``, ``all``, ``any``, or ``root`` for group rank 0's value; ``all`` and ``any`` of
+                lists keep the elements that all or any ranks hold.
+            group: the ranks that act on the value; None is the tensor-parallel group.
+
+        Returns:
+            The same value on every rank; this rank's own where the site is off or only audited.
+
+        Raises:
+            GroupError: the group has one rank while a larger one exists.
+            PayloadError: on every rank, when one rank's value does not fit ``op``.
+            TransportError: the ranks agree on different things, or a peer failed.
+
+        Graph: host only; never inside capture.
+        """
+        return self._agree(site, op, group, lambda: value)
+
+    def available_memory_gb(
+        self, site: Site | str | int, device: str | torch.device, gpu_id: int, group: Group | None = None
+    ) -> float:
+        """Return free memory in GiB: the minimum over the group where the site is on, else this rank's own.
+
+        Args:
+            site: a memory gate, such as ``dspark-mem``.
+            device: ``cuda`` (ROCm too) or ``cpu``.
+            group: the ranks that capture together, which may be more than the broadcast group; None is the
+                tensor-parallel group.
+
+        Raises:
+            GroupError: the group has one rank while a larger one exists, or the device is not known.
+            PayloadError: on every rank, when one rank could not measure.
+        """
+        return float(self._agree(site, "min", group, lambda: free_memory_gib(device, gpu_id)))
+
+    def _agree(self, key: Site | str | int, op: Op, chosen: Group | None, compute: Callable[[], Any]) -> Any:
+        site = self.plan.registry.site(key)
+        if site.kind != "consensus":
+            raise RegistryError(f"{site} is of kind {site.kind}; agree takes consensus sites. Use sync.")
+        group = consensus_group(self.groups, chosen)
+        mode = self.plan.mode(site.slug)
+        if mode == "off" or group.world_size == 1:
+            return compute()
+        call = self._agreements[site.slug] = self._agreements.get(site.slug, 0) + 1
+        own, agreed = agree_over(group.cpu_group, site.slug, call, op, compute)
+        self._counters[site.slug].count_value(own, agreed, self.step)
+        return agreed if mode == "sync" else own
+
+    def next_step(self) -> None:
+        """Say that the engine begins its next step."""
+        self.step += 1
+
+    def stats(self) -> Mapping[str, SiteStats]:
+        """Return what this rank counted, per slug. Waits for the device where counters live there."""
+        return {slug: counter.stats() for slug, counter in self._counters.items()}
+
+
+def passthrough(*tensors: Tensor) -> Any:
+    """A point that does nothing: the site is off, or the group has one rank."""
+    return tensors[0] if len(tensors) == 1 else tensors
+
+
+class Point:
+    """One site that is on, bound to its group, transport and counter. Calling it is the hot path."""
+
+    def __init__(
+        self,
+        owner: SpecTpSync,
+        site: Site,
+        group: Group,
+        store: GroupStore | None,
+        transport: Transport,
+        counter: SiteCounter,
+    ) -> None:
+        self._owner = owner
+        self._site = site
+        self._group = group
+        self._store = store
+        self._transport = transport
+        self._counter = counter
+        self._overwrites = owner.plan.mode(site.slug) == "sync"
+        self._compares = owner.plan.counters or not self._overwrites
+        self._packets: dict[Signature, Packet] = {}
+
+    def __call__(self, *tensors: Tensor) -> Any:
+        try:
+            packet = self._packets.get(signature_of(tensors))
+        except AttributeError:  # not tensors: the contract says which
+            packet = None
+        if packet is None:
+            packet = self._admit(tensors)
+        if self._store is not None:
+            self._store.glance()
+        try:
+            self._move(packet, tensors)
+        except (SpecSyncError, RuntimeError) as error:
+            self._give_up(error)
+        return tensors[0] if len(tensors) == 1 else tensors
+
+    def _move(self, packet: Packet, tensors: Sequence[Tensor]) -> None:
+        if not self._compares:
+            self._transport.overwrite_(packet, tensors)
+            self._counter.count(packet, tensors, None, self._owner.step)
+            return
+        rank0 = self._transport.fetch(packet, tensors)
+        self._counter.count(packet, tensors, rank0, self._owner.step)
+        if self._overwrites:
+            copy_all_(tensors, rank0)
+
+    def _admit(self, tensors: Sequence[Any]) -> Packet:
+        """Check a signature that is new on this rank, together with the other ranks, and make its buffers."""
+        problem = find_problem(self._site, tensors)
+        if problem is not None:
+            self._give_up(PayloadError(f"{self._site}: {problem}. It is called with {describe(tensors)};"
+                                       f" the site takes {declared(self._site)}."))
+        if tensors[0].is_cuda and torch.cuda.is_current_stream_capturing():
+            self._give_up(TransportError(
+                f"{self._site}: the first call with {describe(tensors)} is inside a graph capture, where buffers cannot"
+                " be made. Run the step once eagerly with these shapes before capturing it."
+            ))
+        label = describe(tensors)
+        if self._store is not None:
+            self._check_alike(label)
+        packet = Packet(self._site.slug, label, sum(tensor.nbytes for tensor in tensors))
+        with torch.inference_mode(False):  # buffers outlive the caller's mode
+            self._transport.prepare(packet, tensors)
+            self._counter.prepare(packet, tensors)
+        self._packets[signature_of(tensors)] = packet
+        return packet
+
+    def _check_alike(self, label: str) -> None:
+        assert self._store is not None
+        labels = self._store.exchange(f"payload of {self._site}", label, self._owner.plan.timeout_s)
+        if len(set(labels)) > 1:
+            brought = "; ".join(f"group rank {rank} {theirs}" for rank, theirs in enumerate(labels))
+            self._give_up(PayloadError(f"{self._site}: the ranks bring different payloads: {brought}."))
+
+    def _give_up(self, error: Exception) -> None:
+        """Tell the peers, then raise: they are, or will be, waiting for this rank."""
+        failure = error if isinstance(error, SpecSyncError) else TransportError(f"{self._site}: {error}")
+        if self._store is not None:
+            self._store.fail(failure)
+        raise failure from (None if failure is error else error)
+
+
+def _tapped(owner: SpecTpSync, site: Site, inner: PointCall, taps: Sequence[Tap]) -> PointCall:
+    def call(*tensors: Tensor) -> Any:
+        skipped = [tap.before(site, tensors, owner.step) is False for tap in taps]
+        result = passthrough(*tensors) if any(skipped) else inner(*tensors)
+        for tap in taps:
+            tap.after(site, tensors, owner.step)
+        return result
+
+    return call
+
+
+def _platform() -> str:
+    if torch.version.hip is not None:
+        return "rocm"
+    return "cuda" if torch.cuda.is_available() else "cpu"

@@ -1,0 +1,46 @@
+"""The interface of a transport."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from specsync_core.payload import Packet
+
+
+class Transport(Protocol):
+    """Brings group rank 0's values to every rank of one group, on the current stream.
+
+    ``packet`` stands for the signature of the call and is the same object for every call of that
+    signature; a transport keeps its buffers in ``packet.scratch``.
+    """
+
+    name: str
+
+    def prepare(self, packet: Packet, tensors: Sequence[Tensor]) -> None:
+        """Make the buffers that calls of this signature need, so that a capture allocates nothing."""
+        ...
+
+    def overwrite_(self, packet: Packet, tensors: Sequence[Tensor]) -> None:
+        """Overwrite ``tensors`` with the values of group rank 0, in place.
+
+        Raises:
+            TransportError: host groups only: the collective failed, or the ranks' calls do not match.
+        """
+        ...
+
+    def fetch(self, packet: Packet, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Return the values of group rank 0 and leave ``tensors`` as they are.
+
+        The result is valid until the next call of this signature. Raises as `overwrite_` does.
+        """
+        ...
+
+
+def copy_all_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy each source into its target, whatever their strides."""
+    for target, source in zip(targets, sources, strict=True):
+        if target is not source:
+            target.copy_(source)

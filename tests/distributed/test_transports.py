@@ -1,0 +1,154 @@
+"""Every transport passes the conformance table over gloo, and `grouped` finds calls that do not match."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.transport_conformance import conform
+
+from specsync_core.errors import PayloadError, TransportError
+from specsync_core.groups import TorchGroup
+from specsync_core.payload import Packet, describe
+from specsync_core.testing import run_ranks
+from specsync_core.transports import choose_transport
+from specsync_core.transports.choose import TRANSPORTS
+
+CPU = torch.device("cpu")
+
+
+class CountingGroup(TorchGroup):
+    def __init__(self) -> None:
+        super().__init__()
+        self.broadcasts = 0
+
+    def broadcast(self, tensor, src=0):
+        self.broadcasts += 1
+        return super().broadcast(tensor, src)
+
+
+def conformance(rank: int, world_size: int) -> dict[str, list[str]]:
+    failures = {name: conform(build, TorchGroup(), CPU) for name, build in TRANSPORTS.items()}
+    # A sub-group whose first member is not global rank 0: its rank 0 is global rank 1.
+    ranks = list(range(1, world_size))
+    subgroup = dist.new_group(ranks)
+    if rank in ranks:
+        failures |= {f"{name} in a sub-group": conform(build, TorchGroup(subgroup), CPU) for name, build in TRANSPORTS.items()}
+    return failures
+
+
+def test_every_transport_conforms_on_three_ranks_and_in_a_subgroup():
+    for rank, failures in enumerate(run_ranks(conformance, 3)):
+        assert failures == dict.fromkeys(failures, []), f"rank {rank}"
+        assert len(failures) == (2 if rank == 0 else 4)
+
+
+def triple(rank: int) -> tuple[torch.Tensor, ...]:
+    return torch.arange(8) + rank, torch.arange(8) * rank, (torch.arange(8) + rank) % 2 == 0
+
+
+def count_broadcasts(rank: int, world_size: int) -> dict[str, int]:
+    counts = {}
+    for name, build in TRANSPORTS.items():
+        group = CountingGroup()
+        transport, tensors = build(group), triple(rank)
+        packet = Packet("counted", describe(tensors), 0)
+        transport.prepare(packet, tensors)
+        transport.overwrite_(packet, tensors)
+        counts[name] = group.broadcasts
+    return counts
+
+
+def test_three_tensors_are_one_collective_grouped_and_three_otherwise():
+    assert run_ranks(count_broadcasts, 2) == [{"grouped": 1, "group": 3}] * 2
+
+
+def mismatched_call(rank: int, world_size: int, sizes: tuple[int, int], names: tuple[str, str]) -> str:
+    transport = TRANSPORTS["grouped"](TorchGroup())
+    tensors = (torch.arange(sizes[rank]) + rank,)
+    packet = Packet(names[rank], describe(tensors), 0)
+    transport.prepare(packet, tensors)
+    try:
+        transport.overwrite_(packet, tensors)
+    except PayloadError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "names", "message"),
+    [
+        ((8, 7), ("plan", "plan"), "group rank 0 is at call 1 of plan with int64[8], group rank 1 at call 1 of plan with int64[7]"),
+        ((7, 8), ("plan", "plan"), "group rank 0 is at call 1 of plan with int64[7], group rank 1 at call 1 of plan with int64[8]"),
+        ((8, 8), ("plan", "draft"), "group rank 0 is at call 1 of plan with int64[8], group rank 1 at call 1 of draft with int64[8]"),
+    ],
+)
+def test_grouped_finds_calls_that_do_not_match(sizes, names, message):
+    root, peer = run_ranks(mismatched_call, 2, args=(sizes, names))
+    assert root == "nothing"
+    assert message in peer
+
+
+def skipped_call(rank: int, world_size: int) -> str:
+    transport = TRANSPORTS["grouped"](TorchGroup())
+    tensors = (torch.arange(4) + rank,)
+    packet = Packet("plan", describe(tensors), 0)
+    transport.prepare(packet, tensors)
+    if rank == 0:  # its first call meets nobody: gloo's small sends do not wait
+        transport.overwrite_(packet, tensors)
+        dist.broadcast(torch.zeros(1, dtype=torch.uint8), src=0)
+    else:
+        dist.broadcast(torch.zeros(512, dtype=torch.uint8), src=0)
+        dist.broadcast(torch.zeros(1, dtype=torch.uint8), src=0)
+    try:
+        transport.overwrite_(packet, tensors)
+    except PayloadError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_grouped_finds_a_rank_that_is_a_call_behind():
+    assert "group rank 0 is at call 2 of plan with int64[4], group rank 1 at call 1" in run_ranks(skipped_call, 2)[1]
+
+
+class WrongOnPeers:
+    name = "grouped"
+
+    def __init__(self, group):
+        self._rank = group.rank_in_group
+
+    def prepare(self, packet, tensors):
+        pass
+
+    def overwrite_(self, packet, tensors):
+        if self._rank == 1:
+            raise RuntimeError("no peer access on this rank")
+
+
+def choose(rank: int, world_size: int, broken: tuple[str, ...]) -> tuple[str, tuple[tuple[str, str], ...]]:
+    from specsync_core.collectives import store_of
+    from specsync_core.transports import choose as module
+
+    for name in broken:
+        module.TRANSPORTS[name] = WrongOnPeers
+    store = store_of(dist.group.WORLD)
+    try:
+        choice = choose_transport("auto", TorchGroup(), lambda topic, payload: store.exchange(topic, payload, 10))
+    except TransportError as error:
+        return str(error), ()
+    return choice.transport.name, choice.rejected
+
+
+def test_auto_takes_grouped():
+    assert run_ranks(choose, 2, args=((),)) == [("grouped", ())] * 2
+
+
+def test_auto_falls_back_on_every_rank_when_one_rank_fails_and_says_why():
+    reason = (("grouped", "group rank 1: no peer access on this rank"),)
+    taken = run_ranks(choose, 2, args=(("grouped",),))
+    assert [name for name, _ in taken] == ["group", "group"]
+    assert all(rejected[0][1].endswith(reason[0][1]) for _, rejected in taken)
+
+
+def test_auto_raises_on_every_rank_when_nothing_works():
+    for message, _ in run_ranks(choose, 2, args=(("grouped", "group"),)):
+        assert message.startswith("no transport passes its self-test: grouped:")
+        assert "group rank 1: no peer access on this rank" in message
