@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from specsync_core import Algorithm, Speculator, SpeculatorContext, hookimpl
+from collections.abc import Sequence
+
+from specsync_core import Algorithm, BroadcastPoint, EngineFacts, Speculator, SpeculatorContext, hookimpl
+from specsync_eagle.points import verify_points
 
 
 @hookimpl
@@ -14,6 +17,12 @@ def specsync_algorithm() -> Algorithm:
         draft_kind="causal",
         bind=_bind,
     )
+
+
+@hookimpl
+def specsync_broadcast_points(engine: EngineFacts) -> Sequence[BroadcastPoint]:
+    """The verify's broadcast point; none on ROCm, where the `eagle-rocm` plugin has it."""
+    return verify_points(engine) if engine.platform != "rocm" else ()
 
 
 def _bind(context: SpeculatorContext) -> Speculator:
