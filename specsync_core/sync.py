@@ -199,9 +199,13 @@ class SpecTpSync:
         if mode == "off" or group.world_size == 1:
             return compute()
         call = self._agreements[site.slug] = self._agreements.get(site.slug, 0) + 1
-        own, agreed = agree_over(group.cpu_group, site.slug, call, op, compute)
+        tapped = _TappedValue(self, site, compute) if self._taps else None
+        own, agreed = agree_over(group.cpu_group, site.slug, call, op, compute if tapped is None else tapped.before)
         self._counters[site.slug].count_value(own, agreed, self.step)
-        return agreed if mode == "sync" else own
+        value = agreed if mode == "sync" else own
+        if tapped is not None:
+            tapped.after(value)
+        return value
 
     def next_step(self) -> None:
         """Say that the engine begins its next step."""
@@ -309,6 +313,27 @@ def _tapped(owner: SpecTpSync, site: Site, inner: PointCall, taps: Sequence[Tap]
         return result
 
     return call
+
+
+class _TappedValue:
+    """Shows taps a number or flag that is agreed on, as a float64 tensor without dimensions."""
+
+    def __init__(self, owner: SpecTpSync, site: Site, compute: Callable[[], Any]) -> None:
+        self._owner, self._site, self._compute = owner, site, compute
+
+    def before(self) -> Any:
+        value = self._compute()
+        if not isinstance(value, (bool, int, float)):
+            return value
+        shown = torch.tensor(float(value), dtype=torch.float64)
+        for tap in self._owner._taps:
+            tap.before(self._site, (shown,), self._owner.step)
+        return value if shown.item() == value else type(value)(shown.item())
+
+    def after(self, value: Any) -> None:
+        if isinstance(value, (bool, int, float)):
+            for tap in self._owner._taps:
+                tap.after(self._site, (torch.tensor(float(value), dtype=torch.float64),), self._owner.step)
 
 
 def _platform() -> str:
