@@ -1,59 +1,38 @@
-"""The doctor: merge the recordings of a group and say which decision diverged first. No torch."""
+"""The doctor: merge the recordings of a group and say which decision diverged first. No torch.
+
+It says what the recordings show and names what they do not: missing ranks, overwritten records, unknown values.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, Union
+from pathlib import Path
+from typing import Any, Literal
 
-from specsync_core.diagnostics.recording import StrPath, Value
+from specsync_core.diagnostics import verdict as words
+from specsync_core.diagnostics.compare import Comparison, compare
+from specsync_core.diagnostics.divergence import Divergence
+from specsync_core.diagnostics.progress import (
+    RankState,
+    Wait,
+    behind_ranks,
+    first_different_wait,
+    missing_state,
+    rank_state,
+)
+from specsync_core.diagnostics.recording import MAGIC, SUFFIX, Recording, RecordingError, StrPath, Value, read_recording
+
+__all__ = ["Diagnosis", "Divergence", "Finding", "Wait", "diagnose"]
 
 Finding = Literal[
     "drift-hang", "drift-crash", "silent-divergence", "dead-rank", "hang", "healed", "clean", "inconclusive"
 ]
-
-
-@dataclass(frozen=True)
-class Divergence:
-    """The first place where ranks held different values."""
-
-    phase: Literal["before", "after"]
-    """``after``: the values that everything is derived from. ``before``: own values, healed by the sync."""
-    kind: Literal["value", "shape", "path"]
-    """``path``: the ranks went through different sites; ``own`` and ``rank0`` are then slugs."""
-    site: str
-    step: int
-    call: int
-    """The site's call number, from 1, on the reference rank."""
-    group_rank: int
-    """The odd one out: of the minority with three or more ranks, else the one that is not the reference."""
-    odd_ranks: tuple[int, ...]
-    tensor: str | None
-    index: int | None
-    """Flat index of the first different element; None when it lies behind the kept values."""
-    own: Value | str | None
-    rank0: Value | str | None
-    """Value of the reference rank: rank 0, or the lowest rank whose recording is there."""
-    values: Mapping[int, Value | str | None]
-    """By group rank, of all ranks that were compared here."""
-    equal_before: bool | None
-    """Of phase ``after``: own values were equal before the sync; None when that was not seen."""
-
-
-@dataclass(frozen=True)
-class Wait:
-    """What a rank is inside of."""
-
-    group_rank: int
-    what: str
-    detail: str
-    since_s: float
-    """Wall time, seconds since the epoch."""
-    seconds: float | None
-    """How long, when that is known."""
-    last_step: int
-    failed: str | None
-    """The exception's type, when the wait was left by one."""
+"""``drift-hang``: committed values differ, and a rank waits. ``drift-crash``: they differ, and a rank died or failed.
+``silent-divergence``: they differ, and nothing hangs. ``dead-rank``: no difference seen; a rank is gone that others
+need. ``hang``: no difference seen; ranks wait. ``healed``: own values differed, committed values did not. ``clean``:
+values were compared and none differed. ``inconclusive``: nothing could be compared."""
 
 
 @dataclass(frozen=True)
@@ -62,22 +41,28 @@ class Diagnosis:
 
     finding: Finding
     verdict: tuple[str, ...]
-    """Plain words, one sentence or two a line, the most important first."""
+    """Plain words, one statement a line, the most important first."""
     divergence: Divergence | None
     """The first divergence of committed values."""
     first_healed: Divergence | None
     """The first divergence of own values that the sync healed."""
     waits: Mapping[int, Wait]
-    """By group rank."""
+    """By group rank; only of ranks that did not finish."""
     healed: Mapping[str, int]
     """Calls per site whose own values differed and whose committed values were equal."""
+    agreed: Mapping[str, int]
+    """The same at sites of kind consensus, where own values are meant to differ."""
     comparisons: int
     """Tensors whose committed values were compared with the reference rank's."""
     world_size: int
     missing_ranks: tuple[int, ...]
+    """Ranks without a readable recording."""
     dead_ranks: tuple[int, ...]
+    """Ranks whose process died, or that ended by an exception, not counting those that gave up waiting."""
     behind_ranks: tuple[int, ...]
+    """Ranks that are not as far as the farthest, by step and site calls in it; empty where nothing hangs."""
     reference_rank: int | None
+    """The rank that the others were compared with."""
 
     @property
     def is_finding(self) -> bool:
@@ -94,6 +79,7 @@ class Diagnosis:
 
     @property
     def site(self) -> str | None:
+        """Of the first divergence; where no committed value differed, of the first that was healed. So below."""
         return self._first.site if self._first else None
 
     @property
@@ -121,13 +107,14 @@ class Diagnosis:
         return self._first.rank0 if self._first else None
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, of types that ``json`` writes."""
+        """Everything, in types that ``json`` writes; numbers that JSON does not know become text."""
         flat = ("site", "step", "group_rank", "tensor", "index", "own", "rank0", "is_finding")
-        return {**asdict(self), **{name: getattr(self, name) for name in flat}}
+        plain: dict[str, Any] = _plain({**asdict(self), **{name: getattr(self, name) for name in flat}})
+        return plain
 
 
 def diagnose(
-    recordings: Union[StrPath, Iterable[StrPath]],  # noqa: UP007
+    recordings: StrPath | Iterable[StrPath],
     exit_codes: Mapping[int, int | None] | None = None,
     *,
     hang_after_s: float = 1.0,
@@ -137,10 +124,132 @@ def diagnose(
     Args:
         recordings: a directory that holds recordings, or their paths.
         exit_codes: by group rank, as multiprocessing has them (negative: a signal); None for a rank that still ran
-            when it was ended from outside.
+            when it was ended from outside. A rank that is not listed is asked after by its process id.
         hang_after_s: a living rank's wait counts as a hang from this age on.
 
     Raises:
         RecordingError: the directory does not exist. Damaged files are no error; the verdict names them.
     """
-    raise NotImplementedError
+    exit_codes = exit_codes or {}
+    chosen, notes = _choose(_read_all(recordings))
+    world_size = max((r.header.world_size for r in chosen.values()), default=max(exit_codes, default=-1) + 1)
+    missing = tuple(rank for rank in range(world_size) if rank not in chosen)
+    states = {rank: rank_state(recording, exit_codes) for rank, recording in sorted(chosen.items())}
+    states |= {rank: missing_state(rank, exit_codes) for rank in missing}
+    comparison = compare(chosen)
+    stuck = {rank: state for rank, state in sorted(states.items()) if state.is_stuck(hang_after_s)}
+    dead = _dead_ranks(states)
+    finding = _finding(comparison, stuck, dead, states)
+    hangs = finding in ("drift-hang", "hang", "dead-rank")
+    behind = behind_ranks(states) if hangs else ()
+    evidence = words.Evidence(
+        comparison=comparison,
+        recordings=chosen,
+        states=dict(sorted(states.items())),
+        stuck=stuck,
+        dead=dead,
+        behind=behind,
+        missing=missing,
+        different_wait=first_different_wait(chosen) if hangs else None,
+        notes=tuple(notes),
+    )
+    return Diagnosis(
+        finding=finding,
+        verdict=tuple(words.verdict_lines(finding, evidence)),
+        divergence=comparison.divergence,
+        first_healed=comparison.first_healed,
+        waits={rank: state.wait for rank, state in stuck.items() if state.wait is not None},
+        healed=dict(sorted(comparison.healed.items())),
+        agreed=dict(sorted(comparison.agreed.items())),
+        comparisons=comparison.comparisons,
+        world_size=world_size,
+        missing_ranks=missing,
+        dead_ranks=dead,
+        behind_ranks=behind,
+        reference_rank=comparison.reference_rank,
+    )
+
+
+def _finding(
+    comparison: Comparison, stuck: Mapping[int, RankState], dead: Sequence[int], states: Mapping[int, RankState]
+) -> Finding:
+    if comparison.divergence is not None:
+        ended = any(state.is_abnormal for state in states.values())
+        return "drift-hang" if stuck else "drift-crash" if ended else "silent-divergence"
+    if dead:
+        return "dead-rank"
+    if stuck:
+        return "hang"
+    if comparison.healed:
+        return "healed"
+    return "clean" if comparison.comparisons else "inconclusive"
+
+
+def _dead_ranks(states: Mapping[int, RankState]) -> tuple[int, ...]:
+    """The ranks whose end explains the others' waiting: those that ended outside a wait, else those that ended hard
+    while another rank lives or gave up waiting. Ranks that all ended inside waits explain nothing."""
+    ended = [rank for rank, state in states.items() if state.is_abnormal and not state.gave_up]
+    outside = [rank for rank in ended if states[rank].wait is None and not states[rank].is_cut_off]
+    if outside:
+        return tuple(sorted(outside))
+    return tuple(sorted(ended)) if len(ended) < len(states) else ()
+
+
+def _read_all(recordings: StrPath | Iterable[StrPath]) -> Iterator[Recording | str]:
+    """Read every file; a text says what was wrong with one."""
+    for path in _paths(recordings):
+        try:
+            yield read_recording(path)
+        except RecordingError as error:
+            yield str(error)
+
+
+def _paths(recordings: StrPath | Iterable[StrPath]) -> list[Path]:
+    if not isinstance(recordings, (str, Path)) and isinstance(recordings, Iterable):
+        return [Path(path) for path in recordings]
+    path = Path(recordings)
+    if path.is_file():
+        return [path]
+    if not path.is_dir():
+        raise RecordingError(f"{path}: no such directory of recordings.")
+    return [file for file in sorted(path.iterdir()) if file.is_file() and _looks_like_one(file)]
+
+
+def _looks_like_one(path: Path) -> bool:
+    if path.suffix == SUFFIX:
+        return True
+    try:
+        with open(path, "rb") as file:
+            return file.read(len(MAGIC)) == MAGIC
+    except OSError:
+        return False
+
+
+def _choose(found: Iterable[Recording | str]) -> tuple[dict[int, Recording], list[str]]:
+    """Keep one recording per group rank, of one run: the newest."""
+    notes: list[str] = []
+    readable = []
+    for recording in found:
+        if isinstance(recording, str):
+            notes.append(f"Not read: {recording}")
+        else:
+            readable.append(recording)
+    readable.sort(key=lambda recording: recording.header.started_s, reverse=True)
+    chosen: dict[int, Recording] = {}
+    for recording in readable:
+        rank = recording.header.group_rank
+        if recording.header.run_id != readable[0].header.run_id:
+            notes.append(f"Left out: {recording.path} is of another run.")
+        elif rank in chosen:
+            notes.append(f"Left out: {recording.path} is an older recording of rank {rank}.")
+        else:
+            chosen[rank] = recording
+    return dict(sorted(chosen.items())), notes
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

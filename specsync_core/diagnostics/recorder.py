@@ -13,7 +13,6 @@ import itertools
 import mmap
 import os
 import platform
-import socket
 import sys
 import time
 from collections.abc import Iterable, Sequence
@@ -25,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
 from specsync_core.diagnostics import recording as fmt
+from specsync_core.diagnostics.progress import host_identity
 from specsync_core.diagnostics.recording import Recording, RecordingError, StrPath, read_recording, recording_path
 from specsync_core.registry import Site
 
@@ -87,7 +87,7 @@ class Recorder:
             "host": host_identity(),
             "versions": library_versions(),
             "started_s": time.time(),
-            "sites": {str(site.number): [site.slug, [spec.name for spec in site.tensors]] for site in sites},
+            "sites": {str(s.number): [s.slug, s.kind, [spec.name for spec in s.tensors]] for s in sites},
         }
         header = fmt.write_header(fields, slots)
         self._slots = slots
@@ -144,14 +144,14 @@ class Recorder:
             self._write(kind, 0, 0, 0, site_number, step, call, 0, 0, 0, _NO_DIMS, 0, 0, b"")
         for index, tensor in enumerate(tensors):
             shape = tensor.shape
-            ndim = len(shape)
             numel = tensor.numel()
             code, itemsize = self._dtypes.get(tensor.dtype) or self._learn_dtype(tensor)
             data, flags = self._read_bytes(tensor, numel * itemsize)
-            dims = (*shape, *_NO_DIMS)[:4]
-            crc = crc32(data) if flags & fmt.HAS_VALUES else 0
             head = data[: fmt.VALUE_BYTES]
-            self._write(kind, flags, index, count, site_number, step, call, code, ndim, len(head), dims, numel, crc, head)
+            self._write(
+                kind, flags, index, count, site_number, step, call, code, len(shape), len(head),
+                (*shape, *_NO_DIMS)[:4], numel, crc32(data), head,
+            )  # fmt: skip
 
     def _read_bytes(self, tensor: Tensor, size: int) -> tuple[bytes, int]:
         """Return the tensor's bytes and the flags that go with them; nothing where they may not be read."""
@@ -164,8 +164,6 @@ class Recorder:
                 tensor = tensor.detach().cpu()
             if not tensor.is_contiguous():
                 tensor = tensor.contiguous()
-            if size == 0:
-                return b"", fmt.HAS_VALUES if tensor.numel() == 0 else 0
             return ctypes.string_at(tensor.data_ptr(), size), fmt.HAS_VALUES
         except (RuntimeError, NotImplementedError):
             return b"", 0  # no memory of its own: sparse, meta or fake tensors
@@ -211,25 +209,6 @@ class Waiting:
         self._recorder.end_wait(self._number, kind.__name__ if kind else "")
 
 
-def host_identity() -> dict[str, Any]:
-    """What tells whether a process id means the same process to a reader: host, boot, pid namespace, start time."""
-    return {
-        "name": socket.gethostname(),
-        "boot_id": _read_text("/proc/sys/kernel/random/boot_id"),
-        "pid_namespace": _read_link("/proc/self/ns/pid"),
-        "process_start": process_start(os.getpid()),
-    }
-
-
-def process_start(pid: int) -> str | None:
-    """The start time of a living process in clock ticks since boot; None when it is gone, or a zombie."""
-    stat = _read_text(f"/proc/{pid}/stat")
-    if stat is None:
-        return None
-    fields = stat.rpartition(")")[2].split()  # the command's name may hold blanks and brackets
-    return None if fields[0] in "ZX" else fields[19]
-
-
 def library_versions() -> dict[str, str | None]:
     """Versions that a reader of a recording wants to compare across ranks."""
     versions: dict[str, str | None] = {"python": platform.python_version(), "specsync": None}
@@ -246,7 +225,7 @@ def _nccl_version() -> str | None:
     with suppress(Exception):  # a torch without NCCL raises what it likes
         from torch.cuda import nccl
 
-        return ".".join(str(part) for part in nccl.version())
+        return ".".join(str(part) for part in nccl.version())  # type: ignore[no-untyped-call]
     return None
 
 
@@ -256,22 +235,8 @@ def _is_capturing() -> bool:
     return torch.cuda.is_current_stream_capturing()
 
 
-def _read_text(path: str) -> str | None:
-    try:
-        return Path(path).read_text().strip()
-    except OSError:
-        return None
-
-
-def _read_link(path: str) -> str | None:
-    try:
-        return os.readlink(path)
-    except OSError:
-        return None
-
-
 def _create(path: Path, header: bytes, size: int) -> mmap.mmap:
-    """Make the file, reserve its space and map it. The magic is written last: a reader sees all of the header or none."""
+    """Make the file, reserve its space and map it. The magic goes in last: a reader sees the whole header or none."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.unlink(missing_ok=True)  # never truncate: someone may have it mapped
     with open(path, "x+b") as file:

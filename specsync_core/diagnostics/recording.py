@@ -34,15 +34,23 @@ VALUE_BYTES = 128
 BODY = struct.Struct(f"<QBBBBIqQddBBHIIIIQI{VALUE_BYTES}s")
 CRC = struct.Struct("<I")
 SLOT_BYTES = BODY.size + CRC.size
-BODY_FIELDS = ["sequence", "kind", "flags", "tensor_index", "tensor_count", "site_number", "step", "call", "wall_s", "monotonic_s", "dtype", "ndim", "value_bytes", "dim0", "dim1", "dim2", "dim3", "numel", "crc32", "payload"]
+BODY_FIELDS = (
+    *("sequence", "kind", "flags", "tensor_index", "tensor_count", "site_number", "step", "call"),
+    *("wall_s", "monotonic_s", "dtype", "ndim", "value_bytes", "dim0", "dim1", "dim2", "dim3"),
+    *("numel", "crc32", "payload"),
+)
 
 BEFORE, AFTER, WAIT_BEGIN, WAIT_END, CLOSED = 1, 2, 3, 4, 5
 HAS_VALUES, CAPTURING, FAILED = 1, 2, 4
 
-KIND_NAMES: dict[int, RecordKind] = {
-    BEFORE: "before", AFTER: "after", WAIT_BEGIN: "wait-begin", WAIT_END: "wait-end", CLOSED: "closed",
-}  # fmt: skip
 RecordKind = Literal["before", "after", "wait-begin", "wait-end", "closed"]
+KIND_NAMES: dict[int, RecordKind] = {
+    BEFORE: "before",
+    AFTER: "after",
+    WAIT_BEGIN: "wait-begin",
+    WAIT_END: "wait-end",
+    CLOSED: "closed",
+}
 
 Value = Union[int, float, bool]  # noqa: UP007 (evaluated at run time)
 StrPath = Union[str, "PathLike[str]"]
@@ -80,6 +88,8 @@ class SiteEntry:
     """What a recording knows of a site: enough to read it without the registry."""
 
     slug: str
+    kind: str
+    """``broadcast``, ``consensus`` or ``check``."""
     tensors: tuple[str, ...]
 
 
@@ -105,13 +115,19 @@ class Header:
     slot_count: int
     sites: Mapping[int, SiteEntry]
 
+    def is_consensus(self, number: int) -> bool:
+        entry = self.sites.get(number)
+        return entry is not None and entry.kind == "consensus"
+
     def slug(self, number: int) -> str:
         entry = self.sites.get(number)
         return entry.slug if entry else f"site-{number}"
 
     def tensor(self, number: int, index: int) -> str:
         entry = self.sites.get(number)
-        return entry.tensors[index] if entry and index < len(entry.tensors) else f"tensor-{index}"
+        if entry is None or index >= len(entry.tensors):
+            return "value" if index == 0 else f"tensor-{index}"
+        return entry.tensors[index]
 
 
 @dataclass(frozen=True)
@@ -241,7 +257,8 @@ def decode_values(payload: bytes, dtype: str) -> tuple[Value, ...]:
 
 def write_header(fields: Mapping[str, Any], slot_count: int) -> bytes:
     """Return the bytes from the preamble to the ring: the header, padded to whole pages."""
-    layout = {"fields": BODY_FIELDS, "struct": BODY.format, "crc": CRC.format, "dtypes": [name for name, _, _ in DTYPES]}
+    dtypes = [name for name, _, _ in DTYPES]
+    layout = {"fields": BODY_FIELDS, "struct": BODY.format, "crc": CRC.format, "dtypes": dtypes}
     text = json.dumps({**fields, "record": layout}, separators=(",", ":")).encode()
     ring_offset = -(-(PREAMBLE.size + len(text)) // 4096) * 4096
     preamble = PREAMBLE.pack(MAGIC, VERSION, SLOT_BYTES, slot_count, ring_offset, len(text), crc32(text))
@@ -261,7 +278,8 @@ def _read_header(path: Path, data: bytes) -> tuple[Header, int]:
 
 
 def _parse_header(fields: Mapping[str, Any], slot_count: int) -> Header:
-    sites = {int(number): SiteEntry(slug, tuple(tensors)) for number, (slug, tensors) in fields["sites"].items()}
+    entries = fields["sites"].items()
+    sites = {int(number): SiteEntry(slug, kind, tuple(names)) for number, (slug, kind, names) in entries}
     return Header(
         version=VERSION,
         group_rank=fields["group_rank"],
@@ -290,7 +308,8 @@ def _read_slot(slot: bytes) -> Record | None:
     dtype, ndim, value_bytes, *dims, numel, crc, payload = fields[10:]
     if kind not in KIND_NAMES:
         return None
+    dtype_name = DTYPES[dtype][0] if dtype < len(DTYPES) else "unknown"
     return Record(
         sequence, KIND_NAMES[kind], flags, tensor_index, tensor_count, site_number, step, call, wall_s, monotonic_s,
-        DTYPES[dtype][0] if dtype < len(DTYPES) else "unknown", ndim, tuple(dims[:ndim]), numel, crc, payload[:value_bytes],
+        dtype_name, ndim, tuple(dims[:ndim]), numel, crc, payload[:value_bytes],
     )  # fmt: skip

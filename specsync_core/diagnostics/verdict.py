@@ -1,0 +1,265 @@
+"""The doctor's words: what was found, where each rank is, and what could not be seen. No torch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from specsync_core.diagnostics.compare import Comparison
+from specsync_core.diagnostics.divergence import Divergence
+from specsync_core.diagnostics.progress import RankState, Wait
+from specsync_core.diagnostics.recording import Recording, Value
+
+BAD_NCCL = {"2.28.9": "hangs of this look came from it alone; 2.30.7 was clean (sgl-project/sglang #33289)"}
+"""NCCL versions that the field has reported, and what was reported."""
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What the doctor gathered, by group rank."""
+
+    comparison: Comparison
+    recordings: Mapping[int, Recording]
+    states: Mapping[int, RankState]
+    stuck: Mapping[int, RankState]
+    dead: tuple[int, ...]
+    behind: tuple[int, ...]
+    missing: tuple[int, ...]
+    different_wait: tuple[int, Mapping[int, tuple[str, str]]] | None
+    notes: tuple[str, ...]
+
+
+def verdict_lines(finding: str, evidence: Evidence) -> Iterator[str]:
+    """Say it, the most important line first."""
+    comparison = evidence.comparison
+    if comparison.divergence is not None:
+        yield from _divergence_lines(comparison.divergence)
+    yield from _dead_lines(evidence)
+    yield from _wait_lines(evidence)
+    if finding in ("hang", "dead-rank"):
+        yield from _no_divergence_lines(finding, evidence)
+    if finding == "silent-divergence":
+        yield "Nothing hangs: the ranks committed different values silently, and go on with different states."
+    if finding == "healed" and comparison.first_healed is not None:
+        yield f"Healed: {_what_differs(comparison.first_healed)}, before the sync."
+        yield "Every committed value that was compared is equal on all ranks."
+    if finding == "clean":
+        yield "No divergence."
+    if finding == "inconclusive":
+        yield "Nothing could be compared, so nothing is said about the ranks' agreement."
+    yield from _count_lines(evidence)
+    yield from _caveat_lines(evidence)
+
+
+def _divergence_lines(found: Divergence) -> Iterator[str]:
+    yield f"First divergence: {_what_differs(found)}."
+    if found.kind == "path":
+        yield "No value at a declared site differed before it: the ranks chose by something that no site declares."
+    elif found.phase == "before":
+        yield "The shapes differed before the sync: the batches differed already, by something that no site declares."
+    elif found.equal_before is True:
+        yield "Own values were equal before the sync: something changed them after it."
+    elif found.equal_before is False:
+        yield "They differed before the sync too, and were not healed: the site is off, or in audit mode."
+
+
+def _what_differs(found: Divergence) -> str:
+    odd = rank_list(found.odd_ranks)
+    others = tuple(rank for rank in sorted(found.values) if rank not in found.odd_ranks)
+    if found.kind == "path":
+        went = ", ".join(f"rank {rank} went to {_site(slug)}" for rank, slug in sorted(found.values.items()))
+        where = f"step {found.step}: {went}"
+    else:
+        where = f"{found.site}, step {found.step}, call {found.call}: {_held(found, others)}"
+    if found.has_majority:
+        where += f" ({odd} {'are' if len(found.odd_ranks) > 1 else 'is'} the odd one out of {len(found.values)} ranks)"
+    return where
+
+
+def _held(found: Divergence, others: tuple[int, ...]) -> str:
+    if found.kind == "value" and found.index is None:
+        between = f"{rank_list(found.odd_ranks)} and {rank_list(others)}"
+        return f"{found.tensor} differs between {between}, behind the values that were kept"
+    name = f"{found.tensor}[{found.index}]" if found.kind == "value" else found.tensor
+    held = " and ".join(f"{show(found.values[rank])} on rank {rank}" for rank in (*found.odd_ranks, *others))
+    return f"{name} is {held}"
+
+
+def _dead_lines(evidence: Evidence) -> Iterator[str]:
+    for rank, state in evidence.states.items():
+        if not state.is_abnormal or state.wait is not None:  # the latter is said with its wait
+            continue
+        is_known = state.last is not None and not state.is_cut_off
+        where = f"; it was in no recorded wait, and last recorded {_last(state, evidence)}" if is_known else ""
+        yield f"Rank {rank} {state.ending}{where}."
+
+
+def _last(state: RankState, evidence: Evidence) -> str:
+    record = state.last
+    assert record is not None
+    header = evidence.recordings[state.group_rank].header
+    what = {
+        "before": f"the values before {header.slug(record.site_number)}",
+        "after": f"the values after {header.slug(record.site_number)}",
+        "wait-begin": "the begin of a wait",
+        "wait-end": "the end of a wait",
+        "closed": "its end",
+    }[record.kind]
+    return f"{what} in step {record.step} at {clock(record.wall_s)}"
+
+
+def _wait_lines(evidence: Evidence) -> Iterator[str]:
+    for rank, state in evidence.stuck.items():
+        assert state.wait is not None
+        yield _wait_line(rank, state, state.wait)
+    free = [state for rank, state in evidence.states.items() if rank not in evidence.stuck]
+    if not evidence.stuck:
+        return
+    for state in free:
+        if state.status in ("running", "unknown") and state.last is not None and not state.is_cut_off:
+            yield f"Rank {state.group_rank} is in no long wait; it last recorded {_last(state, evidence)}."
+        elif state.status == "finished":
+            yield f"Rank {state.group_rank} {state.ending}."
+    if len(evidence.stuck) > 1:
+        places = {(state.wait.what, state.wait.detail) for state in evidence.stuck.values() if state.wait}
+        if len(places) > 1:
+            yield "These waits are not the same: no rank can leave one that its peers do not enter."
+        elif len(evidence.stuck) == len(evidence.states):
+            yield "All ranks wait in the same place."
+    if evidence.different_wait is not None:
+        number, at = evidence.different_wait
+        entered = ", ".join(f"rank {rank} entered {place(*texts)}" for rank, texts in sorted(at.items()))
+        yield f"Their recorded waits first differ at number {number}: {entered}."
+    for rank in evidence.behind:
+        step, calls = evidence.states[rank].progress or (0, 0)
+        yield f"Rank {rank} is behind: in step {step}, after {calls} site calls in it{_ahead(evidence)}."
+
+
+def _ahead(evidence: Evidence) -> str:
+    farthest = max((s.progress, -rank) for rank, s in evidence.states.items() if s.progress is not None)
+    (step, calls), rank = farthest[0], -farthest[1]
+    return f"; rank {rank} is in step {step}, after {calls}"
+
+
+def _wait_line(rank: int, state: RankState, wait: Wait) -> str:
+    since = f"since {clock(wait.since_s)}" + (f" ({wait.seconds:.1f} s)" if wait.seconds is not None else "")
+    where = f"{place(wait.what, wait.detail)}, in step {wait.last_step}"
+    if wait.failed is not None:
+        after = f"after {wait.seconds or 0:.1f} s"
+        return f"Rank {rank} entered {where}, at {clock(wait.since_s)}, and left it by {wait.failed} {after}."
+    if state.status == "died":
+        return f"Rank {rank} {state.ending}; it waited in {where}, {since}."
+    return f"Rank {rank} waits in {where}, {since}."
+
+
+def _no_divergence_lines(finding: str, evidence: Evidence) -> Iterator[str]:
+    comparison = evidence.comparison
+    if comparison.first_unsettled is not None:
+        yield f"Own values differed: {_what_differs(comparison.first_unsettled)}; what was committed is not recorded."
+    elif comparison.comparisons == 0:
+        yield "No values could be compared, so the recordings do not say whether a decision diverged."
+    elif finding == "hang":
+        yield (
+            f"No divergence at declared sites in {comparison.comparisons} comparisons:"
+            f" look at the transport ({_transport(evidence)})."
+        )
+
+
+def _transport(evidence: Evidence) -> str:
+    nccl = {rank: recording.header.versions.get("nccl") for rank, recording in evidence.recordings.items()}
+    known = sorted({version for version in nccl.values() if version})
+    if not known:
+        return "NCCL is not loaded: gloo, or the network under it"
+    return "; ".join(f"NCCL {version}" + (f": {BAD_NCCL[version]}" if version in BAD_NCCL else "") for version in known)
+
+
+def _count_lines(evidence: Evidence) -> Iterator[str]:
+    comparison = evidence.comparison
+    if comparison.healed:
+        counts = ", ".join(f"{slug} {count}" for slug, count in sorted(comparison.healed.items()))
+        yield f"Healed by the sync (calls): {counts}."
+    if comparison.agreed:
+        counts = ", ".join(f"{slug} {count}" for slug, count in sorted(comparison.agreed.items()))
+        yield f"Agreed upon from different own values, as is meant (calls): {counts}."
+    if comparison.unsettled:
+        counts = ", ".join(f"{slug} {count}" for slug, count in sorted(comparison.unsettled.items()))
+        yield f"Own values differed, and what was committed is not recorded (calls): {counts}."
+    if comparison.comparisons and comparison.steps is not None:
+        first, last = comparison.steps
+        yield (
+            f"Compared {comparison.comparisons} committed tensors of {len(comparison.sites)} sites, steps {first} to"
+            f" {last}, with rank {comparison.reference_rank}'s."
+        )
+
+
+def _caveat_lines(evidence: Evidence) -> Iterator[str]:
+    """What could not be seen, or makes the comparison doubtful."""
+    recordings = evidence.recordings
+    if evidence.missing and recordings:
+        said = [rank for rank in evidence.missing if not evidence.states[rank].is_abnormal]
+        if said:
+            yield f"No recording of {rank_list(said)}: nothing is known of {'it' if len(said) == 1 else 'them'}."
+    if evidence.comparison.without_values:
+        yield (
+            f"Of {evidence.comparison.without_values} tensors the shapes alone were compared: their values were not"
+            " recorded (device tensors need a recorder with values=True; captured calls have none)."
+        )
+    for rank, recording in recordings.items():
+        yield from _recording_caveats(rank, recording)
+    for name, values in _differing(recordings):
+        yield f"The ranks differ in their {name}: {values}."
+    yield from evidence.notes
+
+
+def _recording_caveats(rank: int, recording: Recording) -> Iterator[str]:
+    if not recording.records:
+        yield f"Rank {rank}'s recording is empty."
+    if recording.wrapped:
+        first = recording.records[0]
+        yield (
+            f"Rank {rank}'s ring kept its last {len(recording.records)} records, from step {first.step} on:"
+            " an earlier divergence would not be seen."
+        )
+    if recording.truncated:
+        yield f"Rank {rank}'s file is cut off: newer records may be missing, so nothing is said about where it waits."
+    elif recording.torn or recording.lost:
+        count = max(recording.torn, recording.lost)
+        yield f"Rank {rank}: {count} records could not be read (torn while they were written)."
+
+
+def _differing(recordings: Mapping[int, Recording]) -> Iterator[tuple[str, str]]:
+    headers = {rank: recording.header for rank, recording in recordings.items()}
+    facts: dict[str, dict[int, object]] = {
+        "plan digest": {rank: header.plan_digest for rank, header in headers.items()},
+        "world size": {rank: header.world_size for rank, header in headers.items()},
+    }
+    for name in sorted({name for header in headers.values() for name in header.versions}):
+        facts[f"{name} version"] = {rank: header.versions.get(name) for rank, header in headers.items()}
+    for name, by_rank in facts.items():
+        if len(set(by_rank.values())) > 1:
+            yield name, ", ".join(f"{value} on rank {rank}" for rank, value in sorted(by_rank.items()))
+
+
+def place(what: str, detail: str) -> str:
+    """E.g. ``tp all-reduce (layer 1 mlp, batch 7)``."""
+    return f"{what} ({detail})" if detail else what
+
+
+def rank_list(ranks: Iterable[int]) -> str:
+    """E.g. ``rank 1``, ``ranks 0, 2``."""
+    names = [str(rank) for rank in ranks]
+    return ("rank " if len(names) == 1 else "ranks ") + ", ".join(names)
+
+
+def show(value: Value | str | None) -> str:
+    return "unknown" if value is None else f"{value:.9g}" if isinstance(value, float) else str(value)
+
+
+def _site(slug: Value | str | None) -> str:
+    return "no further site" if slug is None else str(slug)
+
+
+def clock(wall_s: float) -> str:
+    """Local time with milliseconds."""
+    return time.strftime("%H:%M:%S", time.localtime(wall_s)) + f".{int(wall_s % 1 * 1000):03d}"
