@@ -204,13 +204,13 @@ def resolve_plan(
 def _group(site: Site, dp_attention: bool | None) -> Setting[str]:
     if site.kind == "consensus":
         if site.phase == "init":
-            return Setting("capture", "start-up gate", ("tp: the ranks that capture together may be more",))
+            return Setting("capture", "start-up gate", (("tp", "the ranks that capture together may be more"),))
         return Setting("tp", "host agreement")
     if dp_attention:
-        return Setting("attn_tp", "dp attention is on", ("tp: idle DP ranks would not take part",))
+        return Setting("attn_tp", "dp attention is on", (("tp", "idle DP ranks would not take part"),))
     if dp_attention is None:
-        return Setting("tp", "dp attention is not known yet", ("attn_tp: only under dp attention",))
-    return Setting("tp", "dp attention is off", ("attn_tp: only under dp attention",))
+        return Setting("tp", "dp attention is not known yet", (("attn_tp", "only under dp attention"),))
+    return Setting("tp", "dp attention is off", (("attn_tp", "only under dp attention"),))
 
 
 def _differences(mine: Any, theirs: Any, my_name: str, their_name: str, path: tuple[str, ...] = ()) -> Iterator[str]:

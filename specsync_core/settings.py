@@ -48,8 +48,8 @@ class Setting(Generic[T]):
     value: T
     origin: str
     """A variable, a file and line, a plugin's hook, or ``default``."""
-    rejected: tuple[str, ...] = ()
-    """What weaker sources say, or why the alternatives do not fit."""
+    rejected: tuple[tuple[str, str], ...] = ()
+    """Other values, each with the weaker source that states it, or with the reason why it does not fit."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def read_environment(environ: Mapping[str, str] | None = None) -> Environment:
         transport=read("SPECSYNC_TRANSPORT", _transport),
         timeout_s=read("SPECSYNC_TIMEOUT_S", _seconds),
         counters=read("SPECSYNC_COUNTERS", _flag),
-        disable=frozenset(_names(environ.get("SPECSYNC_DISABLE", ""))),
+        disable=disabled_plugins(environ),
         strict=read.plain("SPECSYNC_STRICT", _flag) or False,
         faults=environ.get("SPECSYNC_FAULTS"),
         allow_faults=read.plain("SPECSYNC_ALLOW_FAULTS", _flag) or False,
@@ -97,6 +97,13 @@ def read_environment(environ: Mapping[str, str] | None = None) -> Environment:
     if problems:
         raise PolicyError("\n".join(problems))
     return found
+
+
+def disabled_plugins(environ: Mapping[str, str] | None = None) -> frozenset[str]:
+    """Return the entry points that ``SPECSYNC_DISABLE`` names, whatever else the environment says."""
+    environ = os.environ if environ is None else environ
+    names = (name.strip() for name in environ.get("SPECSYNC_DISABLE", "").split(","))
+    return frozenset(filter(None, names))
 
 
 class _Reader:
@@ -175,7 +182,3 @@ def _flag(text: str) -> bool:
     if text.lower() in ("0", "off", "false", "no"):
         return False
     raise ValueError("takes on or off (1 or 0)")
-
-
-def _names(text: str) -> Iterator[str]:
-    return filter(None, (name.strip() for name in text.split(",")))

@@ -85,7 +85,7 @@ def modes(layers: Sequence[Layer], registry: Registry) -> dict[str, Setting[Mode
     decided: dict[str, Setting[Mode]] = {}
     for site in registry.sites:
         *weaker, choice = [layer.choices[site.slug] for layer in layers if site.slug in layer.choices]
-        rejected = tuple(f"{other.mode} by {other.origin}" for other in reversed(weaker))
+        rejected = tuple((str(other.mode), other.origin) for other in reversed(weaker))
         decided[site.slug] = Setting(choice.mode, choice.origin, rejected)
     return decided
 
@@ -202,5 +202,5 @@ def _stated(policy_file: PolicyFile, value: T | None, *key: str) -> Setting[T] |
 
 def _strongest(default: Setting[T], *stated: Setting[T] | None) -> Setting[T]:
     *weaker, strongest = [default, *(setting for setting in stated if setting is not None)]
-    rejected = tuple(f"{setting.value} by {setting.origin}" for setting in reversed(weaker))
+    rejected = tuple((str(setting.value), setting.origin) for setting in reversed(weaker))
     return Setting(strongest.value, strongest.origin, rejected)
