@@ -42,7 +42,9 @@ class ToyTarget:
 class ToyNetwork:
     """A draft network of another opinion than the target's; `noise` is this rank's own float noise."""
 
-    def __init__(self, vocab_size: int, *, seed: int = 2, max_gamma: int = 8, noise: float = 0.0, rank: int = 0) -> None:
+    def __init__(
+        self, vocab_size: int, *, seed: int = 2, max_gamma: int = 8, noise: float = 0.0, rank: int = 0
+    ) -> None:
         def noisy(*shape: int, offset: int) -> Tensor:
             return table(*shape, seed=seed + offset) + table(*shape, seed=1000 + 10 * rank + offset, scale=noise)
 

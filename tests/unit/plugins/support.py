@@ -65,4 +65,5 @@ def assert_distributed(tokens_BN: Tensor, probabilities: Tensor, alpha: float = 
         flat_B = flat_B * size + column
     counts = torch.bincount(flat_B, minlength=probabilities.numel())
     p_value = chi_square_p(counts, probabilities)
-    assert p_value > alpha, f"p = {p_value:.2e}: {counts.tolist()} of {(probabilities.flatten() * len(flat_B)).tolist()}"
+    promised = (probabilities.flatten() * len(flat_B)).tolist()
+    assert p_value > alpha, f"p = {p_value:.2e}: {counts.tolist()} of {promised}"

@@ -66,9 +66,7 @@ def test_the_budget_maximises_expected_tokens_per_second(rows, speeds):
     cells = sorted(
         (chance for row in survival_oracle(rows) for chance in row if chance >= limits.survival_eps), reverse=True
     )
-    gains = [
-        (len(rows) + sum(cells[:drafts])) * table.lookup(len(rows) + drafts) for drafts in range(len(cells) + 1)
-    ]
+    gains = [(len(rows) + sum(cells[:drafts])) * table.lookup(len(rows) + drafts) for drafts in range(len(cells) + 1)]
     budget = throughput_budget(survival(torch.tensor(rows)), table, limits)
     assert gains[budget] == pytest.approx(max(gains))
     assert budget == 0 or gains[budget] > gains[0]
@@ -103,7 +101,7 @@ def test_an_empty_batch_is_planned_too():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: VerifyLimits(max_len=2, min_len=3), "VerifyLimits: min_len=3, max_len=2: need 0 <= min_len <= max_len"),
+        (lambda: VerifyLimits(max_len=2, min_len=3), "VerifyLimits: min_len=3, max_len=2: need 0 <= min_len"),
         (lambda: VerifyLimits(max_len=0, min_len=0), "max_len >= 1"),
         (lambda: CostTable((), ()), "CostTable: batch_tokens=\\(\\) must ascend"),
         (lambda: CostTable((2, 1), (1.0, 1.0)), "must ascend"),
