@@ -90,8 +90,8 @@ class PolicyFile:
     """Path of a key inside the tables to the line that it stands on."""
 
     def origin(self, *key: str) -> str:
-        """Return ``file:line`` of a key, or ``file [table] key`` where the line is not known."""
-        line = self.lines.get(key)
+        """Return ``file:line`` of a key, or of the table around it; without a line the key itself."""
+        line = _line(self.lines, key)
         return f"{self.path}: {_table(key[:-1])}{key[-1]}" if line is None else f"{self.path}:{line}"
 
     def models_matching(self, model: str | None) -> list[tuple[str, ModelPolicy]]:
@@ -171,11 +171,17 @@ def _validate(path: Path, text: str, document: dict[str, Any], prefix: tuple[str
     except ValidationError as error:
         problems = []
         for problem in error.errors():
-            loc = [str(part) for part in problem["loc"]]
-            place = f":{line}" if (line := lines.get(tuple(loc))) else ""
+            loc = tuple(str(part) for part in problem["loc"])
+            place = f":{line}" if (line := _line(lines, loc)) else ""
             where = f"{path}{place}: {_table((*prefix, *loc[:-1]))}"
             problems.append(problem_line(problem, where, loc[-1], keys_at(PolicyTables, loc[:-1])))
         raise PolicyError("\n".join(problems)) from error
+
+
+def _line(lines: Mapping[tuple[str, ...], int], key: tuple[str, ...]) -> int | None:
+    """Return the line of a key, else of the innermost table around it that has one."""
+    around = (key[:length] for length in range(len(key), 0, -1))
+    return next((lines[path] for path in around if path in lines), None)
 
 
 def _table(path: tuple[str, ...]) -> str:
