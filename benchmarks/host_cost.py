@@ -67,7 +67,9 @@ def without_a_collective(rank: int, world_size: int, repeat: int) -> dict[str, A
     tensors = triple(rank)
     a, b, c = tensors
     point = planned("off").point("dspark-accept-greedy")
-    empty = (lambda a, b, c: None)
+
+    def empty(a: object, b: object, c: object) -> None: ...
+
     cases = {"point": lambda: point(a, b, c), "empty function": lambda: empty(a, b, c)}
     return {"us": medians_us(cases, repeat * 100), "left_bytes": allocated_bytes(cases["point"])}
 
@@ -81,7 +83,8 @@ def over_gloo(rank: int, world_size: int, repeat: int) -> dict[str, float]:
         "one call, audit": planned("all:audit", "grouped"),
     }
     cases: dict[str, Callable[[], object]] = {
-        name: (lambda point: lambda: point(*tensors))(sync.point("dspark-accept-greedy")) for name, sync in syncs.items()
+        name: (lambda point: lambda: point(*tensors))(sync.point("dspark-accept-greedy"))
+        for name, sync in syncs.items()
     }
     cases["three broadcasts"] = lambda: [dist.broadcast(tensor, src=0) for tensor in tensors]
     single = syncs["one call, grouped"].point("dspark-target")
@@ -94,7 +97,10 @@ def over_gloo(rank: int, world_size: int, repeat: int) -> dict[str, float]:
 
 
 def measure(repeat: int) -> dict[str, Any]:
-    off, one = run_ranks(without_a_collective, 2, 120, (repeat,))[0], run_ranks(without_a_collective, 1, 120, (repeat,))[0]
+    off, one = (
+        run_ranks(without_a_collective, 2, 120, (repeat,))[0],
+        run_ranks(without_a_collective, 1, 120, (repeat,))[0],
+    )
     ranks = run_ranks(over_gloo, 2, 300, (repeat,))
     gloo = {name: max(rank[name] for rank in ranks) for name in ranks[0]}
     baseline = gloo["three broadcasts"]
@@ -104,7 +110,9 @@ def measure(repeat: int) -> dict[str, Any]:
         "machine": f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads, CPU",
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "commit": subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout.strip(),
+        "commit": subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+        ).stdout.strip(),
         "batch": BATCH,
         "off": off,
         "one_rank": one,
@@ -120,8 +128,11 @@ def main() -> None:
     options = parser.parse_args()
     result = measure(options.repeat)
     for name in ("off", "one_rank"):
-        print(f"{name:30} {result[name]['us']['point']:9.3f} us  (an empty function: {result[name]['us']['empty function']:.3f} us)"
-              f"  leaves {result[name]['left_bytes']} bytes after 10,000 calls")
+        us = result[name]["us"]
+        print(
+            f"{name:30} {us['point']:9.3f} us  (an empty function: {us['empty function']:.3f} us)"
+            f"  leaves {result[name]['left_bytes']} bytes after 10,000 calls"
+        )
     for name, value in result["gloo_us"].items():
         print(f"{name:30} {value:9.1f} us  {result['ratio_to_three_broadcasts'][name]:6.2f} of three broadcasts")
     if options.json:

@@ -13,6 +13,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
 
 from specsync_core import errors
 from specsync_core.errors import SpecSyncError, TransportError
@@ -33,7 +34,7 @@ class GroupStore:
     """
 
     def __init__(self, cpu_group: dist.ProcessGroup) -> None:
-        self._store = dist.PrefixStore("specsync", cpu_group.get_group_store())
+        self._store = PrefixStore("specsync", cpu_group.get_group_store())
         self.rank = dist.get_rank(cpu_group)
         self.world_size = cpu_group.size()
         self._meetings: dict[str, int] = {}

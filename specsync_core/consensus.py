@@ -19,7 +19,9 @@ FRAME_BYTES = 512
 LENGTH_DIGITS = 8
 
 
-def agree_over(cpu_group: dist.ProcessGroup, slug: str, call: int, op: Op, compute: Callable[[], Any]) -> tuple[Any, Any]:
+def agree_over(
+    cpu_group: dist.ProcessGroup, slug: str, call: int, op: Op, compute: Callable[[], Any]
+) -> tuple[Any, Any]:
     """Return this rank's value and the group's.
 
     A rank whose ``compute`` raises takes part all the same, so that every rank raises.
@@ -44,7 +46,9 @@ def agree_over(cpu_group: dist.ProcessGroup, slug: str, call: int, op: Op, compu
     if len(set(places)) > 1:
         where = "; ".join(f"group rank {rank} at {place}" for rank, place in enumerate(places))
         raise TransportError(f"{slug}: the ranks' agreements do not match: {where}.")
-    errors = [f"group rank {rank}: {proposal['error']}" for rank, proposal in enumerate(proposals) if "error" in proposal]
+    errors = [
+        f"group rank {rank}: {proposal['error']}" for rank, proposal in enumerate(proposals) if "error" in proposal
+    ]
     if errors:
         raise PayloadError(f"{slug}: no agreement, since a rank has no value: {'; '.join(errors)}")
     return value, _reduce(op, [proposal["value"] for proposal in proposals])
@@ -65,7 +69,9 @@ def _plain(value: Any, op: Op) -> Any:
     if op in ("all", "any") and not isinstance(value, (bool, int)):
         raise PayloadError(f"op {op!r} takes a flag or a list, not {value!r}")
     if value is not None and not isinstance(value, (bool, int, float, str)):
-        raise PayloadError(f"a {type(value).__name__} cannot be agreed on; pass a number, a flag, a string or a list of those")
+        raise PayloadError(
+            f"a {type(value).__name__} cannot be agreed on; pass a number, a flag, a string or a list of those"
+        )
     return value
 
 

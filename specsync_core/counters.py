@@ -147,7 +147,8 @@ class SiteCounter:
         totals = self._totals
         if self._device_totals is not None:
             totals = [host + device for host, device in zip(totals, self._device_totals.tolist(), strict=True)]
-        return SiteStats(self._mode, *totals, first_divergence=self._first)
+        calls, nbytes, compared, mismatches, mismatched_calls = totals
+        return SiteStats(self._mode, calls, nbytes, compared, mismatches, mismatched_calls, self._first)
 
 
 def _readable(element: Tensor) -> Any:

@@ -49,7 +49,7 @@ class TorchGroup:
         self, process_group: dist.ProcessGroup | None = None, cpu_group: dist.ProcessGroup | None = None
     ) -> None:
         group = process_group if process_group is not None else dist.group.WORLD
-        if group is None or group is dist.GroupMember.NON_GROUP_MEMBER:
+        if not isinstance(group, dist.ProcessGroup):  # None, or torch's marker of a group that this rank is not in
             raise GroupError(
                 "TorchGroup: this process is not a member of the group."
                 " Call init_process_group first, and build a TorchGroup only on the group's own ranks."
@@ -145,7 +145,9 @@ def consensus_group(groups: ParallelGroups, chosen: Group | None = None) -> Grou
 
 def check_group(group: object, name: str) -> None:
     """Refuse what is not a `Group`, naming what is missing."""
-    missing = [member for member in ("world_size", "rank_in_group", "cpu_group", "broadcast") if not hasattr(group, member)]
+    missing = [
+        member for member in ("world_size", "rank_in_group", "cpu_group", "broadcast") if not hasattr(group, member)
+    ]
     if not missing:
         return
     hint = " Wrap a torch.distributed group: TorchGroup(group)." if isinstance(group, dist.ProcessGroup) else ""

@@ -45,6 +45,8 @@ def _differences(expected: Any, actual: Any, path: str = "") -> list[str]:
         return [
             line
             for key in sorted({*expected, *actual})
-            for line in _differences(expected.get(key, "absent"), actual.get(key, "absent"), f"{path}.{key}".lstrip("."))
+            for line in _differences(
+                expected.get(key, "absent"), actual.get(key, "absent"), f"{path}.{key}".lstrip(".")
+            )
         ]
     return [] if expected == actual else [f"{path} is {actual}, on group rank 0 {expected}"]

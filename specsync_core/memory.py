@@ -48,7 +48,7 @@ def can_capture(free_gib: float, headroom_gib: float = CAPTURE_HEADROOM_GIB) -> 
 
 
 def folded_sampling_bytes(max_batch: int, gamma: int, vocab_size: int, itemsize: int) -> int:
-    """Bytes that folding sampling into the draft graph needs: noise of ``B * V`` float32 and ``B * G * V`` probabilities.
+    """Bytes of folding sampling into the draft graph: ``B * V`` float32 of noise and ``B * G * V`` probabilities.
 
     Args:
         itemsize: bytes of one probability.

@@ -41,9 +41,9 @@ def declared(site: Site) -> str:
 
 def find_problem(site: Site, tensors: Sequence[Any]) -> str | None:
     """Return what keeps ``tensors`` from being a payload of ``site``, or None."""
-    required = sum(not spec.optional for spec in site.tensors)
-    if not required <= len(tensors) <= len(site.tensors):
-        return f"it takes {required if required == len(site.tensors) else f'{required} to {len(site.tensors)}'} tensors, not {len(tensors)}"
+    required, most = sum(not spec.optional for spec in site.tensors), len(site.tensors)
+    if not required <= len(tensors) <= most:
+        return f"it takes {required if required == most else f'{required} to {most}'} tensors, not {len(tensors)}"
     sizes: dict[str, tuple[int, str]] = {}
     for spec, tensor in zip(site.tensors, tensors):  # noqa: B905 - optional tensors may be left out
         problem = _tensor_problem(spec, tensor) or _size_problem(spec, tensor, sizes)
@@ -63,7 +63,7 @@ def _tensor_problem(spec: TensorSpec, tensor: Any) -> str | None:
     if tensor.layout is not torch.strided or tensor.device.type == "meta":
         return f"{spec.name} is {tensor.layout} on {tensor.device}; only dense tensors with data can be broadcast"
     if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
-        return f"{spec.name} is an expanded view whose elements share memory; pass {spec.name}.contiguous() and use what comes back"
+        return f"{spec.name} is an expanded view whose elements share memory; pass {spec.name}.contiguous()"
     if tensor.is_inference() and not torch.is_inference_mode_enabled():
         return f"{spec.name} was made in inference mode; call sync in inference mode too"
     if tensor.requires_grad:

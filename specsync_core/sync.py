@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -89,11 +89,13 @@ class SpecTpSync:
         }
         self._agreements: dict[str, int] = {}
         self._points = {
-            slug: self._bind(planned.site) for slug, planned in self.plan.sites.items() if planned.site.kind == "broadcast"
+            slug: self._bind(planned.site)
+            for slug, planned in self.plan.sites.items()
+            if planned.site.kind == "broadcast"
         }
 
     def enabled(self, site: Site | str | int) -> bool:
-        """Whether a call at this site takes part in a collective: the site is on and its group has more than one rank."""
+        """Whether a call at this site takes part in a collective: it is on, and its group has more than one rank."""
         site = self.plan.registry.site(site)
         group = self._group if site.kind == "broadcast" else self.groups.tp
         return self.plan.mode(site.slug) != "off" and group.world_size > 1
@@ -245,18 +247,19 @@ class Point:
 
     def __call__(self, *tensors: Tensor) -> Any:
         try:
-            packet = self._packets.get(signature_of(tensors))
-        except AttributeError:  # not tensors: the contract says which
-            packet = None
-        if packet is None:
-            packet = self._admit(tensors)
-        if self._store is not None:
-            self._store.glance()
-        try:
+            packet = self._known(tensors) or self._admit(tensors)
+            if self._store is not None:
+                self._store.glance()
             self._move(packet, tensors)
         except (SpecSyncError, RuntimeError) as error:
-            self._give_up(error)
+            self._give_up(error, tensors)
         return tensors[0] if len(tensors) == 1 else tensors
+
+    def _known(self, tensors: Sequence[Tensor]) -> Packet | None:
+        try:
+            return self._packets.get(signature_of(tensors))
+        except AttributeError:  # not tensors: `_admit` says which
+            return None
 
     def _move(self, packet: Packet, tensors: Sequence[Tensor]) -> None:
         if not self._compares:
@@ -270,18 +273,19 @@ class Point:
 
     def _admit(self, tensors: Sequence[Any]) -> Packet:
         """Check a signature that is new on this rank, together with the other ranks, and make its buffers."""
-        problem = find_problem(self._site, tensors)
-        if problem is not None:
-            self._give_up(PayloadError(f"{self._site}: {problem}. It is called with {describe(tensors)};"
-                                       f" the site takes {declared(self._site)}."))
-        if tensors[0].is_cuda and torch.cuda.is_current_stream_capturing():
-            self._give_up(TransportError(
-                f"{self._site}: the first call with {describe(tensors)} is inside a graph capture, where buffers cannot"
-                " be made. Run the step once eagerly with these shapes before capturing it."
-            ))
         label = describe(tensors)
+        if (problem := self._problem(tensors)) is not None:
+            raise problem
+        if tensors[0].is_cuda and torch.cuda.is_current_stream_capturing():
+            raise TransportError(
+                f"{self._site}: the first call with {label} is inside a graph capture, where buffers cannot be made."
+                " Run the step once eagerly with these shapes before capturing it."
+            )
         if self._store is not None:
-            self._check_alike(label)
+            labels = self._store.exchange(f"payload of {self._site}", label, self._owner.plan.timeout_s)
+            if len(set(labels)) > 1:
+                brought = "; ".join(f"group rank {rank} {theirs}" for rank, theirs in enumerate(labels))
+                raise PayloadError(f"{self._site}: the ranks bring different payloads: {brought}.")
         packet = Packet(self._site.slug, label, sum(tensor.nbytes for tensor in tensors))
         with torch.inference_mode(False):  # buffers outlive the caller's mode
             self._transport.prepare(packet, tensors)
@@ -289,16 +293,17 @@ class Point:
         self._packets[signature_of(tensors)] = packet
         return packet
 
-    def _check_alike(self, label: str) -> None:
-        assert self._store is not None
-        labels = self._store.exchange(f"payload of {self._site}", label, self._owner.plan.timeout_s)
-        if len(set(labels)) > 1:
-            brought = "; ".join(f"group rank {rank} {theirs}" for rank, theirs in enumerate(labels))
-            self._give_up(PayloadError(f"{self._site}: the ranks bring different payloads: {brought}."))
+    def _problem(self, tensors: Sequence[Any]) -> PayloadError | None:
+        if (problem := find_problem(self._site, tensors)) is None:
+            return None
+        return PayloadError(
+            f"{self._site}: {problem}. It is called with {describe(tensors)}; the site takes {declared(self._site)}."
+        )
 
-    def _give_up(self, error: Exception) -> None:
+    def _give_up(self, error: Exception, tensors: Sequence[Any]) -> NoReturn:
         """Tell the peers, then raise: they are, or will be, waiting for this rank."""
-        failure = error if isinstance(error, SpecSyncError) else TransportError(f"{self._site}: {error}")
+        failure = error if isinstance(error, SpecSyncError) else self._problem(tensors)
+        failure = failure or TransportError(f"{self._site}: {error}")
         if self._store is not None:
             self._store.fail(failure)
         raise failure from (None if failure is error else error)

@@ -27,7 +27,11 @@ class RankError(AssertionError):
 
 
 def run_ranks(
-    fn: Callable[..., Any], world_size: int, timeout_s: float = 30.0, args: Sequence[Any] = (), group_timeout_s: float = 20.0
+    fn: Callable[..., Any],
+    world_size: int,
+    timeout_s: float = 30.0,
+    args: Sequence[Any] = (),
+    group_timeout_s: float = 20.0,
 ) -> list[Any]:
     """Run ``fn(rank, world_size, *args)`` on ``world_size`` gloo ranks and return their values by rank.
 

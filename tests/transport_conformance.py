@@ -11,9 +11,10 @@ from specsync_core.groups import Group
 from specsync_core.payload import Packet, describe
 from specsync_core.transports.base import Transport
 
-DTYPES = (
-    "bool uint8 int8 int16 int32 int64 float16 bfloat16 float32 float64 complex64 complex128 float8_e4m3fn float8_e5m2"
-).split()
+DTYPES = [
+    *("bool", "uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64"),
+    *("complex64", "complex128", "float8_e4m3fn", "float8_e5m2"),
+]
 
 
 def values(dtype: str, shape: tuple[int, ...], seed: int, device: torch.device) -> Tensor:
@@ -32,12 +33,19 @@ def payloads(seed: int, device: torch.device) -> Iterator[tuple[str, tuple[Tenso
     for dtype in DTYPES:
         yield dtype, (values(dtype, (5,), seed, device),)
         yield f"{dtype} scalar", (values(dtype, (), seed, device),)
-    triple = (values("int32", (8,), seed, device), values("int64", (8,), seed, device), values("bool", (8, 3), seed, device))
+    triple = (
+        values("int32", (8,), seed, device),
+        values("int64", (8,), seed, device),
+        values("bool", (8, 3), seed, device),
+    )
     yield "three tensors of three dtypes", triple
     yield "nothing at all", (values("int64", (0,), seed, device),)
     yield "something and nothing", (values("int64", (3,), seed, device), values("float32", (0, 4), seed, device))
     yield "a transposed view", (values("int64", (4, 6), seed, device).t(),)
-    yield "every second element", (values("int64", (12,), seed, device)[::2], values("int32", (12,), seed, device)[1::2])
+    yield (
+        "every second element",
+        (values("int64", (12,), seed, device)[::2], values("int32", (12,), seed, device)[1::2]),
+    )
     yield "a megabyte", (values("int64", (131072,), seed, device),)
     yield "small again after large", (values("int64", (5,), seed, device),)
 
@@ -69,7 +77,8 @@ def conform(build: Callable[[Group], Transport], group: Group, device: torch.dev
 
 def same(left: tuple[Tensor, ...] | list[Tensor], right: tuple[Tensor, ...] | list[Tensor]) -> bool:
     return all(
-        mine.shape == theirs.shape and torch.equal(_bytes(mine), _bytes(theirs)) for mine, theirs in zip(left, right, strict=True)
+        mine.shape == theirs.shape and torch.equal(_bytes(mine), _bytes(theirs))
+        for mine, theirs in zip(left, right, strict=True)
     )
 
 

@@ -48,7 +48,7 @@ def choose_transport(requested: str, group: Group, exchange: Exchange | None) ->
     device = device_of(group)
     if exchange is None or device is None:
         return Choice(GroupedTransport(group), "not self-tested: the ranks cannot meet, or the group names no device")
-    rejected = []
+    rejected: list[tuple[str, str]] = []
     for name, build in TRANSPORTS.items():
         transport = build(group)
         results = exchange(f"self-test/{name}", self_test(transport, group, device))
@@ -75,7 +75,11 @@ def self_test(transport: Transport, group: Group, device: torch.device) -> str |
         transport.prepare(packet, own)
         for _ in range(2):
             transport.overwrite_(packet, own)
-            wrong = [describe([tensor]) for tensor, right in zip(own, _pattern(0, device), strict=True) if not tensor.equal(right)]
+            wrong = [
+                describe([tensor])
+                for tensor, right in zip(own, _pattern(0, device), strict=True)
+                if not tensor.equal(right)
+            ]
             if wrong:
                 return f"wrong values in {', '.join(wrong)}"
             own = _pattern(group.rank_in_group, device)

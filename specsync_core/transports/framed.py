@@ -85,7 +85,9 @@ class FramedTransport:
         label = frame.buffer[CALL_BYTES:HEADER_BYTES]
         if calls == frame.calls and torch.equal(label, layout.label):
             return
-        theirs = bytes(label.tolist()).rstrip(b"\0").decode(errors="replace") or "something that is not a specsync frame"
+        theirs = (
+            bytes(label.tolist()).rstrip(b"\0").decode(errors="replace") or "something that is not a specsync frame"
+        )
         raise PayloadError(
             f"{packet.name}: the ranks' calls do not match: group rank 0 is at call {calls} of {theirs},"
             f" group rank {self._group.rank_in_group} at call {frame.calls} of {_label(packet)}."

@@ -13,7 +13,10 @@ from specsync_core.transports.base import copy_all_
 
 GLOO_TAKES = frozenset(
     getattr(torch, name)
-    for name in "bool uint8 int8 int32 int64 float16 bfloat16 float32 float64 complex64 complex128".split()
+    for name in (
+        *("bool", "uint8", "int8", "int32", "int64", "float16", "bfloat16", "float32", "float64"),
+        *("complex64", "complex128"),
+    )
 )
 """dtypes that gloo broadcasts (torch 2.13); the bytes of the others travel instead, int16 and float8 among them."""
 
@@ -33,7 +36,9 @@ class GroupTransport:
         self._group = group
 
     def prepare(self, packet: Packet, tensors: Sequence[Tensor]) -> None:
-        packet.scratch[self.name] = [torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) for tensor in tensors]
+        packet.scratch[self.name] = [
+            torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) for tensor in tensors
+        ]
 
     def overwrite_(self, packet: Packet, tensors: Sequence[Tensor]) -> None:
         for tensor, scratch in zip(tensors, packet.scratch[self.name], strict=True):

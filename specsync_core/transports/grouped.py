@@ -42,7 +42,7 @@ class CoalescedTransport(GroupTransport):
         return scratch
 
     def _broadcast_all(self, tensors: Sequence[Tensor]) -> None:
-        with dist._coalescing_manager(self._process_group, device=tensors[0].device):
+        with dist.distributed_c10d._coalescing_manager(self._process_group, device=tensors[0].device):
             for tensor in tensors:
                 self._broadcast(tensor)
 

@@ -29,7 +29,10 @@ def agreements(rank: int, world_size: int) -> dict[str, object]:
         "exact float": ("min", 0.1 + rank),
         "huge integer": ("max", 2**70 + rank),
     }
-    return {name: agree("toy-gate", call, op, lambda value=value: value) for call, (name, (op, value)) in enumerate(cases.items())}
+    return {
+        name: agree("toy-gate", call, op, lambda value=value: value)
+        for call, (name, (op, value)) in enumerate(cases.items())
+    }
 
 
 def test_ops_over_numbers_flags_strings_and_lists():

@@ -8,7 +8,14 @@ import torch
 import torch.distributed as dist
 
 from specsync_core import Facts, ParallelGroups, SpecTpSync, TorchGroup, load_registry, resolve_plan
-from specsync_core.errors import GroupError, PayloadError, PlanMismatchError, RegistryError, SpecSyncError, TransportError
+from specsync_core.errors import (
+    GroupError,
+    PayloadError,
+    PlanMismatchError,
+    RegistryError,
+    SpecSyncError,
+    TransportError,
+)
 from specsync_core.groups import select_group
 from specsync_core.testing import run_ranks
 
@@ -38,7 +45,9 @@ def modes_and_transports(rank: int, world_size: int) -> dict[str, object]:
     found: dict[str, object] = {}
     for transport in ("auto", "grouped", "group"):
         for counters in ("on", "off"):
-            sync = synced("all,dspark-accept-sample:audit,-dspark-plan", SPECSYNC_TRANSPORT=transport, SPECSYNC_COUNTERS=counters)
+            sync = synced(
+                "all,dspark-accept-sample:audit,-dspark-plan", SPECSYNC_TRANSPORT=transport, SPECSYNC_COUNTERS=counters
+            )
             sync.next_step()
             name = f"{transport} {counters}"
             own = triple(rank)
@@ -58,7 +67,15 @@ def modes_and_transports(rank: int, world_size: int) -> dict[str, object]:
                 if stats.calls
             }
             first = sync.stats()["dspark-accept-sample"].first_divergence
-            found[f"{name} first"] = first and (first.step, first.call, first.group_rank, first.tensor, first.index, first.own, first.rank0)
+            found[f"{name} first"] = first and (
+                first.step,
+                first.call,
+                first.group_rank,
+                first.tensor,
+                first.index,
+                first.own,
+                first.rank0,
+            )
             empty = sync.sync("dspark-target", torch.zeros(0, dtype=torch.int64))
             found[f"{name} empty"] = tuple(empty.shape)
     return found
@@ -88,7 +105,10 @@ def subgroups(rank: int, world_size: int) -> dict[str, object]:
     mine = TorchGroup(attention[rank // 2])
     groups = ParallelGroups(tp=TorchGroup(), attn_tp=mine, dp_attention=True)
     sync = synced(groups=groups)
-    found: dict[str, object] = {"group": sync.plan["dspark-target"].group.value, "selected": select_group(groups) is mine}
+    found: dict[str, object] = {
+        "group": sync.plan["dspark-target"].group.value,
+        "selected": select_group(groups) is mine,
+    }
     found["tokens"] = sync.sync("dspark-target", torch.full((rank // 2 + 1,), rank)).tolist()
     found["memory"] = sync._agree("dspark-mem", "min", None, lambda: 4.0 - rank)
     found["inert"] = caught(sync.available_memory_gb, "dspark-mem", "cpu", 0, group=FakeGroupOfOne())
@@ -113,7 +133,10 @@ def test_attention_groups_broadcast_on_their_own_and_agree_on_memory_together():
 
 def attention_groups_of_one(rank: int, world_size: int) -> dict[str, object]:
     """SG #39886: the broadcast group has one rank, the capture group has more."""
-    own = [TorchGroup(dist.new_group([member])) if member == rank else dist.new_group([member]) for member in range(world_size)][rank]
+    own = [
+        TorchGroup(dist.new_group([member])) if member == rank else dist.new_group([member])
+        for member in range(world_size)
+    ][rank]
     sync = synced(groups=ParallelGroups(tp=TorchGroup(), attn_tp=own, dp_attention=True))
     measured = [3.0, 0.75][rank]
     import specsync_core.sync as module
@@ -161,7 +184,11 @@ def bad_payloads(rank: int, world_size: int, case: str) -> object:
 @pytest.mark.parametrize(
     ("case", "message"),
     [
-        ("count", "dspark-accept-greedy: it takes 3 tensors, not 2. It is called with int64[6], int64[6]; the site takes correct_len int32|int64[B]"),
+        (
+            "count",
+            "dspark-accept-greedy: it takes 3 tensors, not 2. It is called with int64[6], int64[6];"
+            " the site takes correct_len int32|int64[B]",
+        ),
         ("dtype", "correct_len is float32, not int32 or int64"),
         ("declared shape", "correct_len has shape [2, 3], not [B]"),
         ("not a tensor", "correct_len is a list, not a tensor"),
@@ -193,7 +220,10 @@ def new_batches(rank: int, world_size: int) -> object:
 def test_batches_that_differ_when_first_seen_are_named_on_every_rank():
     for kind, message, _ in run_ranks(new_batches, 2):
         assert kind == PayloadError.__name__
-        assert "dspark-target: the ranks bring different payloads: group rank 0 int64[8]; group rank 1 int64[7]." in message
+        assert (
+            "dspark-target: the ranks bring different payloads: group rank 0 int64[8]; group rank 1 int64[7]."
+            in message
+        )
 
 
 def plans(rank: int, world_size: int) -> object:
@@ -237,16 +267,26 @@ def test_sites_that_do_not_exist_or_are_of_another_kind_are_refused_before_any_c
         assert found["unknown"][:1] == (RegistryError.__name__,)
         assert "unknown site 'dspark-plam' (did you mean 'dspark-plan'?)" in found["unknown"][1]
         assert "unknown site 999" in found["unknown number"][1]
-        assert "dspark-mem is of kind consensus; sync takes broadcast sites. Use available_memory_gb or agree." in found["kind"][1]
+        assert (
+            "dspark-mem is of kind consensus; sync takes broadcast sites. Use available_memory_gb or agree."
+            in found["kind"][1]
+        )
         assert "dspark-plan is of kind broadcast; agree takes consensus sites. Use sync." in found["agree"][1]
         assert found["still usable"] == [0, 0]
 
 
 def agreements(rank: int, world_size: int) -> dict[str, object]:
     sync, audit, off = synced(), synced("all:audit"), synced("off")
-    found = {name: each.agree("dspark-mem", 10 + rank, op="max") for name, each in (("sync", sync), ("audit", audit), ("off", off))}
+    found = {
+        name: each.agree("dspark-mem", 10 + rank, op="max")
+        for name, each in (("sync", sync), ("audit", audit), ("off", off))
+    }
     first = audit.stats()["dspark-mem"].first_divergence
-    return {**found, "first": first and (first.own, first.rank0), "free": sync.available_memory_gb("dspark-mem", "cpu", 0)}
+    return {
+        **found,
+        "first": first and (first.own, first.rank0),
+        "free": sync.available_memory_gb("dspark-mem", "cpu", 0),
+    }
 
 
 def test_agreements_follow_the_mode_and_are_counted():

@@ -65,7 +65,15 @@ def test_equal_nans_are_equal_and_negative_zero_is_not_zero():
 
 
 def test_every_dtype_has_bits():
-    for dtype in (torch.bool, torch.int8, torch.bfloat16, torch.float8_e4m3fn, torch.float64, torch.complex64, torch.complex128):
+    for dtype in (
+        torch.bool,
+        torch.int8,
+        torch.bfloat16,
+        torch.float8_e4m3fn,
+        torch.float64,
+        torch.complex64,
+        torch.complex128,
+    ):
         assert not bits(torch.zeros(3).to(dtype)).is_floating_point()
 
 

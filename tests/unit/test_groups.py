@@ -7,7 +7,9 @@ from specsync_core.groups import Group, ParallelGroups, TorchGroup, consensus_gr
 
 
 def fake(world_size: int) -> Group:
-    return SimpleNamespace(world_size=world_size, rank_in_group=0, cpu_group=None, broadcast=lambda tensor, src=0: tensor)
+    return SimpleNamespace(
+        world_size=world_size, rank_in_group=0, cpu_group=None, broadcast=lambda tensor, src=0: tensor
+    )
 
 
 def test_attn_tp_under_dp_attention_else_tp():
@@ -31,9 +33,11 @@ def test_consensus_is_over_tp_unless_a_larger_choice_is_made():
 def test_groups_that_do_not_fit_are_refused():
     with pytest.raises(GroupError, match="dp_attention=True needs attn_tp"):
         ParallelGroups(tp=fake(2), dp_attention=True)
-    with pytest.raises(GroupError, match="attn_tp has 4 ranks and tp 2.*swapped"):
+    with pytest.raises(GroupError, match=r"attn_tp has 4 ranks and tp 2.*swapped"):
         ParallelGroups(tp=fake(2), attn_tp=fake(4))
-    with pytest.raises(GroupError, match="tp: int is not a group: it has no world_size, rank_in_group, cpu_group, broadcast"):
+    with pytest.raises(
+        GroupError, match="tp: int is not a group: it has no world_size, rank_in_group, cpu_group, broadcast"
+    ):
         ParallelGroups(tp=3)
     with pytest.raises(GroupError, match="attn_tp: int is not a group"):
         ParallelGroups(tp=fake(2), attn_tp=3)

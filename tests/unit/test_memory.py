@@ -12,7 +12,10 @@ def test_capture_needs_one_gib():
 
 
 def test_bytes_of_folded_sampling_are_noise_and_probabilities():
-    assert folded_sampling_bytes(max_batch=64, gamma=7, vocab_size=129_280, itemsize=2) == 64 * 129_280 * 4 + 64 * 7 * 129_280 * 2
+    assert (
+        folded_sampling_bytes(max_batch=64, gamma=7, vocab_size=129_280, itemsize=2)
+        == 64 * 129_280 * 4 + 64 * 7 * 129_280 * 2
+    )
 
 
 def test_auto_needs_the_bytes_on_top_of_the_headroom():
