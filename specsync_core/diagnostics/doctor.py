@@ -26,6 +26,9 @@ from specsync_core.diagnostics.recording import MAGIC, SUFFIX, Recording, Record
 
 __all__ = ["Diagnosis", "Divergence", "Finding", "Wait", "diagnose"]
 
+RUNS_APART_S = 60.0
+"""A recording that ended so long before another one began is of an earlier run: ranks meet before they decide."""
+
 Finding = Literal[
     "drift-hang", "drift-crash", "silent-divergence", "dead-rank", "hang", "healed", "clean", "inconclusive"
 ]
@@ -238,13 +241,21 @@ def _choose(found: Iterable[Recording | str]) -> tuple[dict[int, Recording], lis
     chosen: dict[int, Recording] = {}
     for recording in readable:
         rank = recording.header.group_rank
-        if recording.header.run_id != readable[0].header.run_id:
+        if _is_of_another_run(recording, readable[0]):
             notes.append(f"Left out: {recording.path} is of another run.")
         elif rank in chosen:
             notes.append(f"Left out: {recording.path} is an older recording of rank {rank}.")
         else:
             chosen[rank] = recording
     return dict(sorted(chosen.items())), notes
+
+
+def _is_of_another_run(recording: Recording, newest: Recording) -> bool:
+    mine, other = recording.header, newest.header
+    if (mine.run_id, mine.world_size) != (other.run_id, other.world_size):
+        return True
+    last_s = recording.records[-1].wall_s if recording.records else mine.started_s
+    return last_s < other.started_s - RUNS_APART_S
 
 
 def _plain(value: Any) -> Any:

@@ -34,6 +34,7 @@ VALUE_BYTES = 128
 BODY = struct.Struct(f"<QBBBBIqQddBBHIIIIQI{VALUE_BYTES}s")
 CRC = struct.Struct("<I")
 SLOT_BYTES = BODY.size + CRC.size
+_EMPTY = bytes(SLOT_BYTES)
 BODY_FIELDS = (
     *("sequence", "kind", "flags", "tensor_index", "tensor_count", "site_number", "step", "call"),
     *("wall_s", "monotonic_s", "dtype", "ndim", "value_bytes", "dim0", "dim1", "dim2", "dim3"),
@@ -229,7 +230,7 @@ def read_recording(path: StrPath) -> Recording:
         record = _read_slot(slot)
         if record is not None:
             found.append(record)
-        elif any(slot):
+        else:
             torn += 1
     found.sort(key=lambda record: record.sequence)
     last = found[-1].sequence if found else 0
@@ -297,7 +298,11 @@ def _parse_header(fields: Mapping[str, Any], slot_count: int) -> Header:
 
 
 def _slots(ring: memoryview) -> Iterator[bytes]:
-    return (bytes(ring[start : start + SLOT_BYTES]) for start in range(0, len(ring), SLOT_BYTES))
+    """Every slot that something was written into."""
+    for start in range(0, len(ring), SLOT_BYTES):
+        slot = bytes(ring[start : start + SLOT_BYTES])
+        if slot != _EMPTY[: len(slot)]:
+            yield slot
 
 
 def _read_slot(slot: bytes) -> Record | None:
