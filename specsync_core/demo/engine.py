@@ -19,6 +19,7 @@ from specsync_core.demo.cache import KVCache, Rows, causal, forward, pad_to_tier
 from specsync_core.demo.model import Decoder
 from specsync_core.demo.network import DraftModel
 from specsync_core.demo.scheduler import Running, Scheduler
+from specsync_core.demo.tensor_parallel import Marks, NoMarks
 
 SCRATCH = 64
 """Cache positions behind the committed tokens: for the nodes of a tree, or the paths of a draft."""
@@ -63,6 +64,7 @@ class Engine:
         max_len: prompt and output of the longest request, in tokens.
         tier: a verify forward with planned lengths computes a multiple of so many tokens.
         counter: its ``next_step`` is called once per decode step; a `SpecTpSync`.
+        marks: marks where the host waits for the device's results.
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class Engine:
         max_len: int,
         tier: int = 8,
         counter: Steps | None = None,
+        marks: Marks | None = None,
     ) -> None:
         self._target = target
         self._cache = KVCache(target, slots, max_len + SCRATCH)
@@ -84,6 +87,7 @@ class Engine:
         self._scheduler = scheduler
         self._tier = tier
         self._counter = counter
+        self._marks = marks or NoMarks()
         self._by_id: dict[int, Running] = {}
 
     @property
@@ -133,7 +137,7 @@ class Engine:
         last_B = torch.tensor(lengths, device=self.device).cumsum(0) - 1
         logits_BV = self._target.logits(hidden_ND[last_B])
         first_B = self._speculator.first_token(self._batch(admitted, torch.zeros_like(last_B), last_B), logits_BV)
-        for running, token in zip(admitted, first_B.tolist(), strict=True):
+        for running, token in zip(admitted, self._read(first_B, "first tokens"), strict=True):
             running.output.append(token)
 
     def _decode(self, running: Sequence[Running]) -> list[int]:
@@ -156,7 +160,7 @@ class Engine:
         depth_BW, sees_BWW = tree(draft.parents_BW)
         index = list(range(size * width))
         if draft.verify_lens_B is not None:
-            index = pad_to_tier(draft.verify_lens_B.tolist(), width, self._tier)
+            index = pad_to_tier(self._read(draft.verify_lens_B, "verify lengths"), width, self._tier)
         index_N = torch.tensor(index, device=self.device)
         hidden_ND = forward(self._target, self._cache, rows, draft.tokens_BW, depth_BW, sees_BWW, index_N)
         logits_NV = self._target.logits(hidden_ND)
@@ -165,10 +169,16 @@ class Engine:
         return logits.view(size, width, -1)
 
     def _commit(self, running: Sequence[Running], verdict: Verdict) -> list[int]:
-        commit_lens: list[int] = verdict.commit_lens_B.tolist()
+        commit_lens = self._read(verdict.commit_lens_B, "committed lengths")
         for each, tokens, length in zip(running, verdict.tokens_BC.tolist(), commit_lens, strict=True):
             each.output += tokens[:length]
         return commit_lens
+
+    def _read(self, tensor: Tensor, what: str) -> list[int]:
+        """Bring a tensor to the host. On a GPU this is where a rank is found whose captured collective hangs."""
+        with self._marks.waiting("device results", what):
+            values: list[int] = tensor.tolist()
+        return values
 
     def _batch(self, running: Sequence[Running], anchor_B: Tensor, prefix_lens_B: Tensor) -> Batch:
         temperatures = [each.request.temperature for each in running]

@@ -1,4 +1,4 @@
-"""A small tensor-parallel decoder in plain torch: configuration, weights, shards and the forward pass.
+"""A small tensor-parallel decoder in plain torch: weights, shards and the forward pass.
 
 Shape letters: N tokens of one forward, D hidden size, H heads of this rank, E head size, F MLP width of this
 rank, V vocabulary, R rank of the Markov head. Weights are created whole from a seed and then cut, so they do not
@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+
+from specsync_core.demo.config import ModelConfig
 
 Weights = dict[str, Tensor]
 
@@ -50,51 +51,12 @@ class Alone:
         return tensor
 
 
-@dataclass(frozen=True)
-class ModelConfig:
-    """The shape of a decoder. The default target reads and writes bytes."""
-
-    vocab_size: int = 256
-    hidden: int = 128
-    heads: int = 8
-    layers: int = 4
-    mlp: int = 256
-
-    @property
-    def mask_token(self) -> int:
-        """The id of the draft's mask token, one past the vocabulary."""
-        return self.vocab_size
-
-    @property
-    def head_size(self) -> int:
-        return self.hidden // self.heads
-
-    def draft(self) -> ModelConfig:
-        """The draft model's shape: the same width, one layer."""
-        return replace(self, layers=1)
-
-
-def check_ranks(config: ModelConfig, world_size: int) -> None:
-    """Refuse a number of ranks that cannot share the weights equally.
-
-    Raises:
-        ValueError: heads, MLP or vocabulary are not a multiple of ``world_size``.
-    """
-    sizes = {"attention heads": config.heads, "MLP columns": config.mlp, "vocabulary entries": config.vocab_size}
-    for what, size in sizes.items():
-        if world_size < 1 or size % world_size:
-            fitting = [n for n in range(1, config.heads + 1) if all(each % n == 0 for each in sizes.values())]
-            raise ValueError(
-                f"{world_size} ranks cannot share {size} {what} equally."
-                f" Numbers of ranks that can: {', '.join(map(str, fitting))}."
-            )
-
-
 def init_target(config: ModelConfig, seed: int) -> Weights:
     """Create a target's whole weights, float32 on the CPU, from a seed.
 
     The residual stream is dominated by the embedding (the layers' outputs are scaled down), so that a cut-off copy
-    of the model often agrees with it and an untrained draft is not always rejected.
+    of the model often agrees with it and an untrained draft is not always rejected. A byte vocabulary prefers
+    printable bytes, so that untrained output is legible, if not sensible.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -115,6 +77,8 @@ def init_target(config: ModelConfig, seed: int) -> Weights:
         weights[f"{layer}.mlp_norm"] = torch.ones(hidden)
         weights[f"{layer}.up"] = normal(config.mlp, hidden, std=inward)
         weights[f"{layer}.down"] = normal(hidden, config.mlp, std=outward)
+    if config.vocab_size == 256:
+        weights["head"][[byte for byte in range(256) if not 32 <= byte < 127]] = 0
     return weights
 
 

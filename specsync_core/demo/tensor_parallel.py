@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
@@ -38,6 +39,8 @@ class GroupCollectives:
         self._group = process_group
         self._marks = marks or NoMarks()
         self._wait_for_stream = marks is not None and dist.get_backend(process_group) == "nccl"
+        # torch 2.13 renamed it and warns about the old name.
+        self._gather: Callable[..., object] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
     def all_reduce(self, tensor: Tensor, what: str) -> Tensor:
         """Sum over the ranks, in place."""
@@ -51,10 +54,10 @@ class GroupCollectives:
         count, width = tensor.shape
         gathered = tensor.new_empty(self.world_size * count, width)
         with self._marks.waiting("tp all-gather", what):
-            dist.all_gather_into_tensor(gathered, tensor.contiguous(), group=self._group)
+            self._gather(gathered, tensor.contiguous(), group=self._group)
             self._settle()
         return gathered.view(self.world_size, count, width).transpose(0, 1).reshape(count, -1)
 
     def _settle(self) -> None:
-        if self._wait_for_stream:
+        if self._wait_for_stream and not torch.cuda.is_current_stream_capturing():
             torch.cuda.current_stream().synchronize()

@@ -5,15 +5,18 @@ Shape letters: B sequences, T bytes per sequence, K blocks per sequence, G draft
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Callable, Iterator, Sequence
+from importlib.resources import files
 from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from specsync_core.demo.model import Alone, Decoder, ModelConfig, Weights, dense_attention, init_draft, init_target
+from specsync_core.demo.config import ModelConfig, World
+from specsync_core.demo.model import Alone, Decoder, Weights, dense_attention, init_draft, init_target
 
 Report = Callable[[str, int, float], None]
 """Told the model's name, how many steps it has done, and the loss in nats per byte."""
@@ -111,7 +114,7 @@ def _divergence(logits: Tensor, wanted: Tensor) -> Tensor:
 
 def _batches(text: Sequence[int], seed: int) -> Iterator[Tensor]:
     """Endless random cuts of the text: int64 ``[B, T + 1]``."""
-    tokens = torch.tensor(text)
+    tokens = torch.tensor(list(text))
     length = min(LENGTH, len(tokens) - 2)
     generator = torch.Generator().manual_seed(seed)
     while True:
@@ -142,3 +145,17 @@ def _fit(
         report(step + 1, value.item())
     for parameter in parameters:
         parameter.requires_grad_(False)
+
+
+def trained_weights(
+    world: World, kind: Literal["block", "causal"], steps: int, report: Report
+) -> bytes:
+    """Fit a target and then its draft on the text that ships; return both as ``torch.save`` writes them."""
+    text = (files("specsync_core.demo") / "corpus.txt").read_bytes()
+    target = train_target(world.config, world.seed, text, steps, report)
+    draft = train_draft(
+        world.config.draft(), target, world.config, kind, world.gamma, world.seed, text, steps, report
+    )
+    buffer = io.BytesIO()
+    torch.save((target, draft), buffer)
+    return buffer.getvalue()

@@ -1,0 +1,182 @@
+"""One rank of the demo: connects, builds its shards, and does its jobs."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import count
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from specsync_core.algorithm import Algorithm, Speculator, SpeculatorContext
+from specsync_core.demo.config import Device, Job, JobResult, World
+from specsync_core.demo.engine import Engine
+from specsync_core.demo.model import Decoder, Weights, init_draft, init_target, shard
+from specsync_core.demo.network import DraftModel
+from specsync_core.demo.plain import PlainSpeculator
+from specsync_core.demo.scheduler import Request, Scheduler
+from specsync_core.demo.tensor_parallel import GroupCollectives
+from specsync_core.diagnostics import FaultInjector, Recorder, parse_faults, recording_path
+from specsync_core.facts import Facts
+from specsync_core.groups import ParallelGroups, TorchGroup
+from specsync_core.manager import PluginManager, load_registry, plugin_manager
+from specsync_core.plan import Plan, resolve_plan
+from specsync_core.policy_file import PolicyFile, PolicyTables
+from specsync_core.registry import Registry
+from specsync_core.sync import SpecTpSync
+
+MIN_NEW_TOKENS, MORE_NEW_TOKENS = 24, (0, 4, 8, 12, 16)
+"""Requests end after different numbers of tokens, so that they do not all end in one step."""
+
+
+@dataclass(frozen=True)
+class Groups:
+    """A rank's process groups: one for tensors, one for what hosts tell each other."""
+
+    tp: dist.ProcessGroup
+    cpu: dist.ProcessGroup
+
+
+def connect(world: World, rank: int, rendezvous: Path) -> Groups:
+    """Meet the other ranks and make the two groups; both have carried something when this returns."""
+    timeout = timedelta(seconds=world.group_timeout_s)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world.ranks, timeout=timeout
+    )
+    ranks = list(range(world.ranks))
+    # The parent ends a hang long before NCCL's own time-out would abort the process without a word.
+    tp_timeout = timeout if world.device == "cpu" else timedelta(minutes=5)
+    tp = dist.new_group(ranks, backend="gloo" if world.device == "cpu" else "nccl", timeout=tp_timeout)
+    cpu = dist.new_group(ranks, backend="gloo", timeout=timeout)
+    assert tp is not None
+    assert cpu is not None
+    dist.all_reduce(torch.zeros(1, device=device_of(world, rank)), group=tp)
+    dist.barrier(group=cpu)
+    return Groups(tp, cpu)
+
+
+def device_of(world: World, rank: int) -> torch.device:
+    return torch.device("cpu") if world.device == "cpu" else torch.device("cuda", rank)
+
+
+class Rank:
+    """What a rank keeps between its jobs: groups, weights, plugins.
+
+    Args:
+        folder: where recordings go, one directory per job.
+    """
+
+    def __init__(self, world: World, rank: int, groups: Groups, folder: Path) -> None:
+        self.world = world
+        self.rank = rank
+        self.groups = groups
+        self.folder = folder
+        self.device = device_of(world, rank)
+        self.manager = plugin_manager()
+        self.registry = load_registry(self.manager)
+        self.algorithms = self.manager.algorithms()
+        target, draft = whole_weights(world)
+        self._shards = [shard(weights, rank, world.ranks, self.device) for weights in (target, draft)]
+
+    def do(self, job: Job, on_step: Callable[[int], None]) -> JobResult:
+        """Run one job; a collective of all ranks."""
+        plan = plan_of(job, self.registry, self.manager, self.world.device)
+        recorder = self._recorder(job, plan) if job.recorded else None
+        injector = FaultInjector(parse_faults(job.fault, self.registry, "--fault"), self.rank, allowed=True)
+        taps = [*([injector] if injector.faults else []), *([recorder] if recorder else [])]
+        sync = SpecTpSync(ParallelGroups(tp=TorchGroup(self.groups.tp, self.groups.cpu)), plan, taps=taps)
+        with recorder or nullcontext():
+            outcome = self._engine(job, sync, recorder).run(job.steps, on_step)
+        return JobResult(
+            tokens=outcome.tokens,
+            step_s=outcome.step_s,
+            tokens_per_step=outcome.tokens_per_step,
+            stats={slug: stats.as_dict() for slug, stats in sync.stats().items() if stats.calls},
+            transports={requested: choice.transport.name for requested, choice in sync.transports.items()},
+            unfired=injector.unfired(),
+        )
+
+    def _recorder(self, job: Job, plan: Plan) -> Recorder:
+        return Recorder(
+            recording_path(self.folder / job.name, self.rank),
+            group_rank=self.rank,
+            world_size=self.world.ranks,
+            ranks=range(self.world.ranks),
+            plan_digest=plan.digest,
+            sites=self.registry.sites,
+            values=True,
+            run_id=job.name,
+        )
+
+    def _engine(self, job: Job, sync: SpecTpSync, recorder: Recorder | None) -> Engine:
+        world, config = self.world, self.world.config
+        collectives = GroupCollectives(self.groups.tp, recorder)
+        target = Decoder(config, self._shards[0], collectives)
+        algorithm = self.algorithms[job.algorithm] if job.algorithm else None
+        draft = Decoder(config.draft(), self._shards[1], collectives, "draft") if algorithm else None
+        requests = endless_requests(world.prompts, job.temperature)
+        return Engine(
+            target,
+            draft,
+            lambda network: self._bind(job, algorithm, network, sync),
+            Scheduler(requests, world.slots, self.groups.cpu, recorder),
+            slots=world.slots,
+            max_len=max(map(len, world.prompts)) + MIN_NEW_TOKENS + max(MORE_NEW_TOKENS),
+            counter=sync,
+            marks=recorder,
+        )
+
+    def _bind(
+        self, job: Job, algorithm: Algorithm | None, network: DraftModel | None, sync: SpecTpSync
+    ) -> Speculator:
+        generator = torch.Generator(self.device).manual_seed(self._generator_seed(job))
+        if algorithm is None:
+            return PlainSpeculator(generator)
+        assert network is not None
+        return algorithm.bind(
+            SpeculatorContext(
+                sync=sync,
+                network=network,
+                gamma=self.world.gamma,
+                vocab_size=self.world.config.vocab_size,
+                max_batch=self.world.slots,
+                device=self.device,
+                gpu_id=self.device.index or 0,
+                generator=generator,
+                folded=job.folded,
+            )
+        )
+
+    def _generator_seed(self, job: Job) -> int:
+        own = self.rank if job.generators == "per-rank" and job.algorithm else 0
+        return 1_000_003 * (self.world.seed + 1) + own
+
+
+def plan_of(job: Job, registry: Registry, manager: PluginManager, device: Device) -> Plan:
+    """The plan of a job. The demo's own settings are its only source: the operator's are not about it."""
+    environ = {"SPECSYNC_SITES": job.sites, "SPECSYNC_TRANSPORT": job.transport}
+    no_file = PolicyFile("specsync demo", PolicyTables(), {})
+    facts = Facts(platform=device, model="specsync-demo", dp_attention=False)
+    return resolve_plan(registry, environ, no_file, facts, manager)
+
+
+def whole_weights(world: World) -> tuple[Weights, Weights]:
+    """The whole target and draft: the trained ones, or from the seed."""
+    if world.weights is not None:
+        target, draft = torch.load(io.BytesIO(world.weights), weights_only=True)
+        return target, draft
+    target = init_target(world.config, world.seed)
+    return target, init_draft(world.config.draft(), target)
+
+
+def endless_requests(prompts: tuple[bytes, ...], temperature: float) -> Iterator[Request]:
+    """The prompts over and over, each request with its own number of tokens."""
+    for number in count():
+        more = MORE_NEW_TOKENS[number % len(MORE_NEW_TOKENS)]
+        yield Request(number, tuple(prompts[number % len(prompts)]), MIN_NEW_TOKENS + more, temperature)
+
