@@ -12,6 +12,7 @@ from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
@@ -138,3 +139,15 @@ def wait(work: Any, cpu_group: dist.ProcessGroup, what: str) -> None:
                 )
                 store.fail(failure)
                 raise failure from error
+
+
+def gather_bytes(cpu_group: dist.ProcessGroup, data: bytes, what: str) -> list[bytes]:
+    """Return every rank's bytes, by group rank. All ranks bring equally many.
+
+    Raises:
+        TransportError: as `wait`; ``what`` names the act in the message.
+    """
+    own = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    frames = [torch.empty_like(own) for _ in range(store_of(cpu_group).world_size)]
+    wait(dist.all_gather(frames, own, group=cpu_group, async_op=True), cpu_group, what)
+    return [bytes(frame.tolist()) for frame in frames]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
-import torch
-import torch.distributed as dist
-
-from specsync_core.collectives import store_of, wait
+from specsync_core.collectives import gather_bytes, store_of
 from specsync_core.errors import PayloadError, TransportError
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
 Op = Literal["min", "max", "all", "any", "root"]
 
@@ -89,18 +89,11 @@ def _reduce(op: Op, values: Sequence[Any]) -> Any:
 def _gather(cpu_group: dist.ProcessGroup, text: str, slug: str) -> list[str]:
     data = text.encode()
     first = f"{len(data):{LENGTH_DIGITS}}".encode() + data[: FRAME_BYTES - LENGTH_DIGITS]
-    frames = _all_gather(cpu_group, first.ljust(FRAME_BYTES), FRAME_BYTES, slug)
+    frames = gather_bytes(cpu_group, first.ljust(FRAME_BYTES), f"agreement at {slug}")
     lengths = [int(frame[:LENGTH_DIGITS]) for frame in frames]
     heads = [frame[LENGTH_DIGITS : LENGTH_DIGITS + length] for frame, length in zip(frames, lengths, strict=True)]
     longest = max(lengths) - (FRAME_BYTES - LENGTH_DIGITS)
     if longest > 0:
-        tails = _all_gather(cpu_group, data[FRAME_BYTES - LENGTH_DIGITS :].ljust(longest), longest, slug)
+        tails = gather_bytes(cpu_group, data[FRAME_BYTES - LENGTH_DIGITS :].ljust(longest), f"agreement at {slug}")
         heads = [(head + tail)[:length] for head, tail, length in zip(heads, tails, lengths, strict=True)]
     return [head.decode() for head in heads]
-
-
-def _all_gather(cpu_group: dist.ProcessGroup, data: bytes, nbytes: int, slug: str) -> list[bytes]:
-    own = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    frames = [torch.empty(nbytes, dtype=torch.uint8) for _ in range(store_of(cpu_group).world_size)]
-    wait(dist.all_gather(frames, own, group=cpu_group, async_op=True), cpu_group, f"agreement at {slug}")
-    return [bytes(frame.tolist()) for frame in frames]
