@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from specsync_core.collectives import gather_bytes, store_of
+from specsync_core.collectives import gather_bytes
 from specsync_core.errors import PayloadError, TransportError
 
 if TYPE_CHECKING:
