@@ -133,6 +133,13 @@ def causal(batch: int, width: int, device: torch.device) -> tuple[Tensor, Tensor
     return depth_BT, torch.ones(width, width, dtype=torch.bool, device=device).tril().expand(batch, width, width)
 
 
+def side_by_side(sees_LL: Tensor, count: int) -> Tensor:
+    """Visibility ``[count * L, count * L]`` of equal sequences that do not see each other."""
+    length = len(sees_LL)
+    same = torch.eye(count, dtype=torch.bool, device=sees_LL.device)
+    return (same[:, None, :, None] & sees_LL[None, :, None, :]).reshape(count * length, count * length)
+
+
 def tree(parents_BW: Tensor) -> tuple[Tensor, Tensor]:
     """Depths ``[B, W]`` and visibility ``[B, W, W]`` (itself and its ancestors) of trees.
 

@@ -58,7 +58,7 @@ class Job:
     sites: str
     """The policy, in the grammar of ``SPECSYNC_SITES``."""
     steps: int
-    """Decode steps; rank 0's queue never runs dry before."""
+    """Decode steps at most; fewer when rank 0's queue runs dry."""
     temperature: float = 0.0
     fault: str = ""
     """In the grammar of ``SPECSYNC_FAULTS``; empty for none."""
@@ -79,6 +79,10 @@ class World:
     seed: int
     prompts: tuple[bytes, ...]
     jobs: tuple[Job, ...]
+    requests: int | None = None
+    """How many are in rank 0's queue; None never runs dry."""
+    new_tokens: tuple[int, ...] = (24, 28, 32, 36, 40)
+    """Output tokens of the requests, by turns, so that they do not all end in one step."""
     gamma: int = 4
     slots: int = 4
     config: ModelConfig = ModelConfig()

@@ -130,7 +130,7 @@ class Engine:
         index_N = torch.tensor(pad_to_tier(lengths, width, 1), device=self.device)
         lens_B = torch.zeros(len(admitted), dtype=torch.int64, device=self.device)
         rows = Rows(torch.tensor([running.slot for running in admitted], device=self.device), lens_B, 0)
-        depth_BT, sees_BTT = causal(*tokens_BT.shape, device=self.device)
+        depth_BT, sees_BTT = causal(len(admitted), width, self.device)
         hidden_ND = forward(self._target, self._cache, rows, tokens_BT, depth_BT, sees_BTT, index_N)
         if self._draft is not None:
             self._draft.extend(rows, tokens_BT, index_N)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from specsync_core.algorithm import Batch
-from specsync_core.demo.cache import KVCache, Rows, causal, forward
+from specsync_core.demo.cache import KVCache, Rows, causal, forward, side_by_side
 from specsync_core.demo.model import Decoder
 
 FindRows = Callable[[Sequence[int]], Rows]
@@ -38,7 +38,7 @@ class DraftModel:
         The decode loop passes all C columns whatever was accepted, as engines with static shapes do: what lies
         behind the accepted tokens is overwritten by the next step and never seen.
         """
-        depth_BC, sees_BCC = causal(*tokens_BC.shape, device=tokens_BC.device)
+        depth_BC, sees_BCC = causal(tokens_BC.shape[0], tokens_BC.shape[1], tokens_BC.device)
         forward(self._decoder, self._cache, rows, tokens_BC, depth_BC, sees_BCC, index_N)
 
     def block_logits(self, batch: Batch, gamma: int) -> Tensor:
@@ -48,7 +48,9 @@ class DraftModel:
         tokens_BG[:, 0] = batch.anchor_B
         depth_BG, _ = causal(size, gamma, tokens_BG.device)
         sees_BGG = torch.ones(size, gamma, gamma, dtype=torch.bool, device=tokens_BG.device)
-        hidden_ND = forward(self._decoder, self._cache, self._find_rows(batch.request_ids), tokens_BG, depth_BG, sees_BGG)
+        hidden_ND = forward(
+            self._decoder, self._cache, self._find_rows(batch.request_ids), tokens_BG, depth_BG, sees_BGG
+        )
         return self._decoder.logits(hidden_ND, head="block_head").view(size, gamma, -1)
 
     def markov_logits(self, prev_B: Tensor) -> Tensor:
@@ -59,8 +61,10 @@ class DraftModel:
         """Causal draft of the next token behind each path: float ``[B, P, V]``. Paths do not see each other."""
         size, paths, length = paths_BPL.shape
         depth_BL, sees_BLL = causal(size, length, paths_BPL.device)
-        sees_BTT = torch.stack([torch.block_diag(*[sees_BLL[0]] * paths)] * size)
+        sees_BTT = side_by_side(sees_BLL[0], paths).expand(size, -1, -1)
         tokens_BT, depth_BT = paths_BPL.reshape(size, -1), depth_BL.repeat(1, paths)
-        hidden_ND = forward(self._decoder, self._cache, self._find_rows(batch.request_ids), tokens_BT, depth_BT, sees_BTT)
+        hidden_ND = forward(
+            self._decoder, self._cache, self._find_rows(batch.request_ids), tokens_BT, depth_BT, sees_BTT
+        )
         last_BPD = hidden_ND.view(size, paths, length, -1)[:, :, -1]
         return self._decoder.logits(last_BPD.flatten(0, 1)).view(size, paths, -1)

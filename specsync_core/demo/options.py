@@ -19,6 +19,7 @@ from specsync_core.settings import TRANSPORTS, Transport
 FAULT_STEP = 8
 LONGEST_PROMPT = 1024
 NO_FAULT = "none"
+DEVICES = ("cpu", "cuda")
 
 
 class DemoError(SpecSyncError, ValueError):
@@ -115,14 +116,18 @@ def _transport(name: str) -> Transport:
     for transport in TRANSPORTS:
         if transport == name:
             return transport
-    raise DemoError(f"--transport: unknown transport '{name}'{did_you_mean(name, TRANSPORTS)}. Known: {', '.join(TRANSPORTS)}.")
+    raise DemoError(
+        f"--transport: unknown transport '{name}'{did_you_mean(name, TRANSPORTS)}. Known: {', '.join(TRANSPORTS)}."
+    )
 
 
 def _device(options: Options) -> Device:
     if options.device == "cpu":
         return "cpu"
     if options.device != "cuda":
-        raise DemoError(f"--device: unknown device '{options.device}'{did_you_mean(options.device, ('cpu', 'cuda'))}. Known: cpu, cuda.")
+        raise DemoError(
+            f"--device: unknown device '{options.device}'{did_you_mean(options.device, DEVICES)}. Known: cpu, cuda."
+        )
     import torch
 
     if not torch.cuda.is_available():
@@ -145,7 +150,9 @@ def read_prompts(path: Path | None) -> tuple[bytes, ...]:
     try:
         text = source.read_bytes().decode("utf-8")
     except OSError as error:
-        raise DemoError(f"--prompts: {path} cannot be read: {error.strerror or error}. Give a text file, one prompt a line.") from error
+        raise DemoError(
+            f"--prompts: {path} cannot be read: {error.strerror or error}. Give a text file, one prompt a line."
+        ) from error
     except UnicodeDecodeError as error:
         raise DemoError(
             f"--prompts: {path} is not UTF-8 (byte {error.object[error.start]:#04x} at offset {error.start})."
@@ -180,7 +187,9 @@ def _faults(options: Options, registry: Registry, algorithm: str) -> tuple[Fault
 def _check_fault(fault: Fault, options: Options, algorithm: str) -> None:
     where = f"--fault: '{fault.text}'"
     if fault.site.algorithm != algorithm:
-        raise DemoError(f"{where}: {fault.site} is a site of {fault.site.algorithm}, but --algorithm is {algorithm}; it would never strike.")
+        raise DemoError(
+            f"{where}: {fault.site} is a site of {fault.site.algorithm}; with --algorithm {algorithm} it never strikes."
+        )
     if fault.group_rank is not None and fault.group_rank >= options.ranks:
         raise DemoError(f"{where}: there is no rank {fault.group_rank}; the ranks are 0 to {options.ranks - 1}.")
     if fault.first_step is not None and fault.first_step >= options.steps:

@@ -9,13 +9,15 @@ from __future__ import annotations
 import contextlib
 import shutil
 import signal
+import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from multiprocessing import connection, get_context
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext, SpawnContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Literal
@@ -68,7 +70,9 @@ def recordings_folder() -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def run_world(world: World, folder: Path, *, hang_after_s: float, on_step: OnStep = lambda job, step: None) -> Iterator[End]:
+def run_world(
+    world: World, folder: Path, *, hang_after_s: float, on_step: OnStep = lambda job, step: None
+) -> Generator[End, None, None]:
     """Start a world's ranks, let them do its jobs, and end them.
 
     Yields each job's end as soon as every rank has come to it. A job that stops is the last; while its end is being
@@ -92,7 +96,7 @@ class _Processes:
         self.folder = folder
         self.members: list[BaseProcess] = []
         self.pipes: dict[Connection, int] = {}
-        context = get_context("spawn")
+        context = _context(world)
         rendezvous = Path(tempfile.mkdtemp(prefix="meet-", dir=folder)) / "store"
         try:
             for rank in range(world.ranks):
@@ -202,6 +206,18 @@ class _Watch:
             report = "\n".join(f"rank {rank}: {self._errors.get(rank) or logs[rank] or codes[rank]}" for rank in ranks)
             raise RuntimeError(f"the demo's ranks did not come to their first job:\n{report}")
         return Stop("ended" if self._lost else "hang", dict(self._steps), codes, self._errors, logs)
+
+
+def _context(world: World) -> SpawnContext | ForkServerContext:
+    """How processes start: forked from a server that has imported torch once, where forking is safe.
+
+    CUDA and other systems get processes of their own from the start.
+    """
+    if world.device != "cpu" or sys.platform != "linux":
+        return get_context("spawn")
+    context = get_context("forkserver")
+    context.set_forkserver_preload(["specsync_core.demo.worker"])
+    return context
 
 
 @contextlib.contextmanager

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -76,7 +77,11 @@ class Ended:
         if self.stop is None:
             return [f"It finished. All ranks' tokens are {self.agreement.describe()}.", *diagnosed]
         first = "The ranks hang" if self.stop.how == "hang" else "A rank ended"
-        return [f"{first}, and {self._how_ended()} Without the recorder one would see no more.", *diagnosed, *self._traces()]
+        return [
+            f"{first}, and {self._how_ended()} Without the recorder one would see no more.",
+            *diagnosed,
+            *self._traces(),
+        ]
 
     def _how_ended(self) -> str:
         assert self.stop is not None
@@ -119,18 +124,19 @@ class Runner:
         self._working = working
         self._weights = weights
 
-    def run(self, jobs: Sequence[Job]) -> Iterator[Ended]:
+    def run(self, jobs: Sequence[Job]) -> Generator[Ended, None, None]:
         """Yield the end of each job, in order. After a stop, or where ranks drifted, the rest gets fresh ranks."""
         waiting = list(jobs)
         while waiting:
             self._working("starting ranks", 0, 1)
-            for ended in self._world(waiting):
-                waiting.pop(0)
-                yield ended
-                if not ended.equal:
-                    break
+            with closing(self._world(waiting)) as world:
+                for ended in world:
+                    waiting.pop(0)
+                    yield ended
+                    if not ended.equal:
+                        break
 
-    def _world(self, jobs: Sequence[Job]) -> Iterator[Ended]:
+    def _world(self, jobs: Sequence[Job]) -> Generator[Ended, None, None]:
         setup = self._setup
         steps = {job.name: job.steps for job in jobs}
         world = World(
@@ -142,10 +148,11 @@ class Runner:
             hang_after_s=HANG_AFTER_S[setup.device],
             on_step=lambda job, step: self._working(job, step, steps[job]),
         )
-        for end in ends:
-            codes = end.stop.exit_codes if end.stop else None
-            diagnosis = diagnose(self._folder / end.job.name, codes) if end.job.recorded else None
-            yield Ended(end.job, end.ranks, end.stop, diagnosis)
+        with closing(ends):
+            for end in ends:
+                codes = end.stop.exit_codes if end.stop else None
+                diagnosis = diagnose(self._folder / end.job.name, codes) if end.job.recorded else None
+                yield Ended(end.job, end.ranks, end.stop, diagnosis)
 
 
 def last_words(log: str) -> str:

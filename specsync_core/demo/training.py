@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from specsync_core.demo.cache import side_by_side
 from specsync_core.demo.config import ModelConfig, World
 from specsync_core.demo.model import Alone, Decoder, Weights, dense_attention, init_draft, init_target
 
@@ -98,7 +99,7 @@ def _block_logits(model: Decoder, tokens_BT: Tensor, places_BKG: Tensor) -> Tens
     sees[:, :length, :length] = torch.ones(length, length, dtype=torch.bool).tril()
     before_anchor = torch.arange(length) < places_BKG[..., 0].repeat_interleave(gamma, 1)[..., None]
     sees[:, length:, :length] = before_anchor
-    sees[:, length:, length:] = torch.block_diag(*[torch.ones(gamma, gamma, dtype=torch.bool)] * blocks)
+    sees[:, length:, length:] = side_by_side(torch.ones(gamma, gamma, dtype=torch.bool), blocks)
     hidden_ND = model.hidden(inputs.flatten(), positions.flatten(), dense_attention(sees))
     hidden = hidden_ND.view(batch, inputs.shape[1], -1)[:, length:].flatten(0, 1)
     previous = tokens_BT.gather(1, places_BKG.flatten(1)).flatten()
@@ -147,15 +148,11 @@ def _fit(
         parameter.requires_grad_(False)
 
 
-def trained_weights(
-    world: World, kind: Literal["block", "causal"], steps: int, report: Report
-) -> bytes:
+def trained_weights(world: World, kind: Literal["block", "causal"], steps: int, report: Report) -> bytes:
     """Fit a target and then its draft on the text that ships; return both as ``torch.save`` writes them."""
     text = (files("specsync_core.demo") / "corpus.txt").read_bytes()
     target = train_target(world.config, world.seed, text, steps, report)
-    draft = train_draft(
-        world.config.draft(), target, world.config, kind, world.gamma, world.seed, text, steps, report
-    )
+    draft = train_draft(world.config.draft(), target, world.config, kind, world.gamma, world.seed, text, steps, report)
     buffer = io.BytesIO()
     torch.save((target, draft), buffer)
     return buffer.getvalue()

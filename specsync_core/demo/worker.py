@@ -28,10 +28,7 @@ from specsync_core.manager import PluginManager, load_registry, plugin_manager
 from specsync_core.plan import Plan, resolve_plan
 from specsync_core.policy_file import PolicyFile, PolicyTables
 from specsync_core.registry import Registry
-from specsync_core.sync import SpecTpSync
-
-MIN_NEW_TOKENS, MORE_NEW_TOKENS = 24, (0, 4, 8, 12, 16)
-"""Requests end after different numbers of tokens, so that they do not all end in one step."""
+from specsync_core.sync import SpecTpSync, Tap
 
 
 @dataclass(frozen=True)
@@ -48,7 +45,13 @@ def connect(world: World, rank: int, rendezvous: Path) -> Groups:
     dist.init_process_group(
         "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world.ranks, timeout=timeout
     )
+    return make_groups(world, rank)
+
+
+def make_groups(world: World, rank: int) -> Groups:
+    """Make the two groups of a world whose ranks have met; a collective."""
     ranks = list(range(world.ranks))
+    timeout = timedelta(seconds=world.group_timeout_s)
     # The parent ends a hang long before NCCL's own time-out would abort the process without a word.
     tp_timeout = timeout if world.device == "cpu" else timedelta(minutes=5)
     tp = dist.new_group(ranks, backend="gloo" if world.device == "cpu" else "nccl", timeout=tp_timeout)
@@ -88,7 +91,7 @@ class Rank:
         plan = plan_of(job, self.registry, self.manager, self.world.device)
         recorder = self._recorder(job, plan) if job.recorded else None
         injector = FaultInjector(parse_faults(job.fault, self.registry, "--fault"), self.rank, allowed=True)
-        taps = [*([injector] if injector.faults else []), *([recorder] if recorder else [])]
+        taps: list[Tap] = [*([injector] if injector.faults else []), *([recorder] if recorder else [])]
         sync = SpecTpSync(ParallelGroups(tp=TorchGroup(self.groups.tp, self.groups.cpu)), plan, taps=taps)
         with recorder or nullcontext():
             outcome = self._engine(job, sync, recorder).run(job.steps, on_step)
@@ -119,21 +122,19 @@ class Rank:
         target = Decoder(config, self._shards[0], collectives)
         algorithm = self.algorithms[job.algorithm] if job.algorithm else None
         draft = Decoder(config.draft(), self._shards[1], collectives, "draft") if algorithm else None
-        requests = endless_requests(world.prompts, job.temperature)
+        requests = requests_of(world, job.temperature)
         return Engine(
             target,
             draft,
             lambda network: self._bind(job, algorithm, network, sync),
             Scheduler(requests, world.slots, self.groups.cpu, recorder),
             slots=world.slots,
-            max_len=max(map(len, world.prompts)) + MIN_NEW_TOKENS + max(MORE_NEW_TOKENS),
+            max_len=max(map(len, world.prompts)) + max(world.new_tokens),
             counter=sync,
             marks=recorder,
         )
 
-    def _bind(
-        self, job: Job, algorithm: Algorithm | None, network: DraftModel | None, sync: SpecTpSync
-    ) -> Speculator:
+    def _bind(self, job: Job, algorithm: Algorithm | None, network: DraftModel | None, sync: SpecTpSync) -> Speculator:
         generator = torch.Generator(self.device).manual_seed(self._generator_seed(job))
         if algorithm is None:
             return PlainSpeculator(generator)
@@ -174,9 +175,8 @@ def whole_weights(world: World) -> tuple[Weights, Weights]:
     return target, init_draft(world.config.draft(), target)
 
 
-def endless_requests(prompts: tuple[bytes, ...], temperature: float) -> Iterator[Request]:
+def requests_of(world: World, temperature: float) -> Iterator[Request]:
     """The prompts over and over, each request with its own number of tokens."""
-    for number in count():
-        more = MORE_NEW_TOKENS[number % len(MORE_NEW_TOKENS)]
-        yield Request(number, tuple(prompts[number % len(prompts)]), MIN_NEW_TOKENS + more, temperature)
-
+    for number in count() if world.requests is None else range(world.requests):
+        prompt = world.prompts[number % len(world.prompts)]
+        yield Request(number, tuple(prompt), world.new_tokens[number % len(world.new_tokens)], temperature)
