@@ -37,7 +37,7 @@ def plan(
     elif as_json:
         print_json(_as_json(resolved))
     else:
-        _show_plan(resolved)
+        _show_plan(resolved, "given" if platform else "detected")
         if (warning := resolved.narrowing_warning()) is not None:
             print(warning, file=sys.stderr)
 
@@ -66,7 +66,7 @@ def _show_site(resolved: Plan, planned: SitePlan, as_json: bool) -> None:
     print_table((), rows)
 
 
-def _show_plan(resolved: Plan) -> None:
+def _show_plan(resolved: Plan, platform_origin: str) -> None:
     rows = [
         (
             planned.site.slug,
@@ -80,18 +80,22 @@ def _show_plan(resolved: Plan) -> None:
     print_table(("site", "mode", "group", "transport", "mode's origin"), rows)
     print()
     facts = resolved.facts
-    known = {True: "on", False: "off", None: "not known"}[facts.dp_attention]
+    dp_attention = {True: "on", False: "off", None: None}[facts.dp_attention]
     print_table(
         ("setting", "value", "origin"),
         [
             setting_row("timeout_s", resolved.timeout),
             setting_row("counters", resolved.counting),
-            ("platform", facts.platform or "not known", "fact"),
-            ("model", facts.model or "not known", "fact"),
-            ("dp attention", known, "fact"),
+            ("platform", str(facts.platform), platform_origin),
+            _fact_row("model", facts.model),
+            _fact_row("dp attention", dp_attention),
             ("digest", resolved.digest[:12], "of every decision above"),
         ],
     )
+
+
+def _fact_row(name: str, value: str | None) -> tuple[str, str, str]:
+    return (name, "-", "not known") if value is None else (name, value, "given")
 
 
 def _site_json(planned: SitePlan) -> dict[str, Any]:
