@@ -148,7 +148,7 @@ def _wait_line(rank: int, state: RankState, wait: Wait) -> str:
     if wait.failed is not None:
         after = f"after {wait.seconds or 0:.1f} s"
         return f"Rank {rank} entered {where}, at {clock(wait.since_s)}, and left it by {wait.failed} {after}."
-    if state.status == "died":
+    if state.is_abnormal:
         return f"Rank {rank} {state.ending}; it waited in {where}, {since}."
     return f"Rank {rank} waits in {where}, {since}."
 
