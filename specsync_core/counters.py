@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -49,10 +49,23 @@ class SiteStats:
     """Elements that differed; in sync mode they were healed."""
     mismatched_calls: int = 0
     first_divergence: FirstDivergence | None = None
-    """None without a difference, and in captured graphs, where only the counts are kept."""
+    """None without a difference, and in captured graphs whose transport does not compare by itself: there only the
+    counts are kept. With ``one-shot``, ``call`` counts the calls of one signature."""
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+
+class Counted(Protocol):
+    """Counts of one signature that are kept elsewhere, by a transport that compares on the way."""
+
+    def totals(self) -> tuple[int, int, int, int, int]:
+        """Return calls, bytes, compared elements, mismatches and mismatched calls. May wait for the device."""
+        ...
+
+    def first(self) -> tuple[int, int, int, tuple[int, ...], Any, Any] | None:
+        """Return the first difference: step, call, position of the tensor, index, own value, rank 0's value."""
+        ...
 
 
 def bits(tensor: Tensor) -> Tensor:
@@ -73,6 +86,11 @@ class SiteCounter:
         """calls, bytes, compared, mismatches, mismatched calls."""
         self._device_totals: Tensor | None = None
         self._first: FirstDivergence | None = None
+        self._elsewhere: list[Counted] = []
+
+    def add(self, counted: Counted) -> None:
+        """Count in what a transport counts by itself."""
+        self._elsewhere.append(counted)
 
     def prepare(self, packet: Packet, tensors: Sequence[Tensor]) -> None:
         """Make the device accumulators and this signature's increments, before any capture."""

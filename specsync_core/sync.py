@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -27,7 +28,7 @@ from specsync_core.payload import Packet, Signature, declared, describe, find_pr
 from specsync_core.plan import Plan, resolve_plan
 from specsync_core.registry import Site
 from specsync_core.transports import Choice, Transport, choose_transport
-from specsync_core.transports.base import copy_all_
+from specsync_core.transports.base import CountingTransport, Move, copy_all_
 
 logger = logging.getLogger("specsync")
 
@@ -212,6 +213,9 @@ class SpecTpSync:
     def next_step(self) -> None:
         """Say that the engine begins its next step."""
         self.step += 1
+        for choice in self.transports.values():
+            if isinstance(choice.transport, CountingTransport):
+                choice.transport.set_step(self.step)
 
     def stats(self) -> Mapping[str, SiteStats]:
         """Return what this rank counted, per slug. Waits for the device where counters live there."""
@@ -243,23 +247,33 @@ class Point:
         self._counter = counter
         self._overwrites = owner.plan.mode(site.slug) == "sync"
         self._compares = owner.plan.counters or not self._overwrites
-        self._packets: dict[Signature, Packet] = {}
+        self._moves: dict[Signature, Move] = {}
 
     def __call__(self, *tensors: Tensor) -> Any:
         try:
-            packet = self._known(tensors) or self._admit(tensors)
+            move = self._known(tensors) or self._admit(tensors)
             if self._store is not None:
                 self._store.glance()
-            self._move(packet, tensors)
+            move(tensors)
         except (SpecSyncError, RuntimeError) as error:
             self._give_up(error, tensors)
         return tensors[0] if len(tensors) == 1 else tensors
 
-    def _known(self, tensors: Sequence[Tensor]) -> Packet | None:
+    def _known(self, tensors: Sequence[Tensor]) -> Move | None:
         try:
-            return self._packets.get(signature_of(tensors))
+            return self._moves.get(signature_of(tensors))
         except AttributeError:  # not tensors: `_admit` says which
             return None
+
+    def _bind(self, packet: Packet, tensors: Sequence[Tensor]) -> Move:
+        if isinstance(self._transport, CountingTransport):
+            move, counted = self._transport.bind(packet, tensors, overwrite=self._overwrites, count=self._compares)
+            self._transport.set_step(self._owner.step)
+            self._counter.add(counted)
+            return move
+        self._transport.prepare(packet, tensors)
+        self._counter.prepare(packet, tensors)
+        return partial(self._move, packet)
 
     def _move(self, packet: Packet, tensors: Sequence[Tensor]) -> None:
         if not self._compares:
@@ -271,7 +285,7 @@ class Point:
         if self._overwrites:
             copy_all_(tensors, rank0)
 
-    def _admit(self, tensors: Sequence[Any]) -> Packet:
+    def _admit(self, tensors: Sequence[Any]) -> Move:
         """Check a signature that is new on this rank, together with the other ranks, and make its buffers."""
         label = describe(tensors)
         if (problem := self._problem(tensors)) is not None:
@@ -288,10 +302,9 @@ class Point:
                 raise PayloadError(f"{self._site}: the ranks bring different payloads: {brought}.")
         packet = Packet(self._site.slug, label, sum(tensor.nbytes for tensor in tensors))
         with torch.inference_mode(False):  # buffers outlive the caller's mode
-            self._transport.prepare(packet, tensors)
-            self._counter.prepare(packet, tensors)
-        self._packets[signature_of(tensors)] = packet
-        return packet
+            move = self._bind(packet, tensors)
+        self._moves[signature_of(tensors)] = move
+        return move
 
     def _problem(self, tensors: Sequence[Any]) -> PayloadError | None:
         if (problem := find_problem(self._site, tensors)) is None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeAlias, runtime_checkable
 
 from torch import Tensor
 
+from specsync_core.counters import Counted
 from specsync_core.payload import Packet
+
+Move: TypeAlias = Callable[[Sequence[Tensor]], None]
+"""One call of one signature: takes its tensors."""
 
 
 class Transport(Protocol):
@@ -36,6 +40,24 @@ class Transport(Protocol):
 
         The result is valid until the next call of this signature. Raises as `overwrite_` does.
         """
+        ...
+
+
+@runtime_checkable
+class CountingTransport(Transport, Protocol):
+    """A transport that compares and counts by itself, on the way."""
+
+    def bind(self, packet: Packet, tensors: Sequence[Tensor], *, overwrite: bool, count: bool) -> tuple[Move, Counted]:
+        """Prepare one signature for a point: the call itself, and where its counts are.
+
+        Args:
+            overwrite: False leaves the tensors as they are.
+            count: compare with one's own values.
+        """
+        ...
+
+    def set_step(self, step: int) -> None:
+        """Say what the engine's step is, for the record of a first divergence."""
         ...
 
 
