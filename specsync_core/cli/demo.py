@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -55,7 +58,7 @@ def demo(
         setup = prepare(options)
     except (DemoError, PolicyError) as error:
         raise UsageError(str(error)) from error
-    with _Screen(show_parts=not as_json) as screen:
+    with _ending_in_order(), _Screen(show_parts=not as_json) as screen:
         story = tell(setup, screen)
     if as_json:
         print_json(_as_data(story, options, setup.fault_text))
@@ -63,6 +66,21 @@ def demo(
         _print_end(story, trained=train > 0)
     if not story.held:
         raise typer.Exit(1)
+
+
+@contextmanager
+def _ending_in_order() -> Iterator[None]:
+    """Turn requests to end into an exception, so that ranks are ended and files removed."""
+
+    def leave(number: int, _: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 class _Screen:

@@ -27,6 +27,10 @@ def log_path(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank}.log"
 
 
+def nothing() -> None:
+    """What a process does that is started for the imports of its server alone."""
+
+
 def main(world: World, rank: int, rendezvous: Path, folder: Path, pipe: Connection) -> None:
     """What a rank's process does. It always leaves through ``os._exit``: closing a group with a lost peer may wait."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
-from multiprocessing import connection, get_context
+from multiprocessing import connection, forkserver, get_context
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, SpawnContext
 from multiprocessing.process import BaseProcess
@@ -103,7 +103,7 @@ class _Processes:
                 receiver, sender = context.Pipe(duplex=False)
                 arguments = (world, rank, rendezvous, folder, sender)
                 member = context.Process(target=rank_process.main, args=arguments, daemon=True)
-                with _interrupts_ignored():
+                with _interrupts_held_back(world):
                     member.start()
                 sender.close()
                 self.members.append(member)
@@ -208,21 +208,43 @@ class _Watch:
         return Stop("ended" if self._lost else "hang", dict(self._steps), codes, self._errors, logs)
 
 
+def warm_up(world: World) -> None:
+    """Import torch in the server that ranks are forked from, so that the first ranks start as fast as later ones."""
+    if _forks(world):
+        member = _context(world).Process(target=rank_process.nothing, daemon=True)
+        member.start()
+        member.join()
+
+
+def _forks(world: World) -> bool:
+    return world.device == "cpu" and sys.platform == "linux"
+
+
 def _context(world: World) -> SpawnContext | ForkServerContext:
     """How processes start: forked from a server that has imported torch once, where forking is safe.
 
     CUDA and other systems get processes of their own from the start.
     """
-    if world.device != "cpu" or sys.platform != "linux":
+    if not _forks(world):
         return get_context("spawn")
     context = get_context("forkserver")
     context.set_forkserver_preload(["specsync_core.demo.worker"])
+    with _interrupts_ignored():
+        forkserver.ensure_running()
     return context
+
+
+def _interrupts_held_back(world: World) -> contextlib.AbstractContextManager[None]:
+    """Ctrl-C goes to every process of a terminal, but the parent ends the ranks: they are born ignoring it.
+
+    Forked ranks have that from their server, whose import of torch the parent may be waiting for here.
+    """
+    return contextlib.nullcontext() if _forks(world) else _interrupts_ignored()
 
 
 @contextlib.contextmanager
 def _interrupts_ignored() -> Iterator[None]:
-    """Start processes that ignore Ctrl-C: the terminal sends it to all, and the parent ends them in order."""
+    # Not blocked: multiprocessing unblocks SIGINT when it starts its resource tracker.
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from specsync_core.demo.compare import compare_runs, sample_text
 from specsync_core.demo.config import Job, World
 from specsync_core.demo.options import Setup
-from specsync_core.demo.ranks import recordings_folder
+from specsync_core.demo.ranks import recordings_folder, warm_up
 from specsync_core.demo.runner import Ended, Runner
 from specsync_core.policy import parse_sites
 
@@ -79,6 +79,8 @@ def tell(setup: Setup, reporter: Reporter) -> Story:
     begin = time.monotonic()
     teller = _Teller(setup, reporter)
     weights = teller.train() if setup.options.train else None
+    reporter.working("starting ranks", 0, 1)
+    warm_up(World(setup.options.ranks, setup.device, setup.options.seed, (), ()))
     with recordings_folder() as folder:
         runner = Runner(setup, folder, reporter.working, weights)
         with closing(runner.run(teller.jobs())) as ends:
