@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from specsync_core import decisions, replay
     from specsync_core.algorithm import (
         Algorithm,
         Batch,
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     )
     from specsync_core.facts import EngineFacts, Facts
     from specsync_core.groups import ParallelGroups, TorchGroup, select_group
-    from specsync_core.hookspecs import BroadcastPoint, Call, hookimpl
+    from specsync_core.hookspecs import BroadcastPoint, Call, Scope, hookimpl, no_tensors
     from specsync_core.manager import load_registry, plugin_manager
     from specsync_core.memory import can_capture, can_fold_sampling, folded_sampling_bytes
     from specsync_core.plan import Plan, resolve_plan
@@ -57,7 +58,7 @@ _NAMES_BY_MODULE = {
     ),
     "facts": ("EngineFacts", "Facts"),
     "groups": ("ParallelGroups", "TorchGroup", "select_group"),
-    "hookspecs": ("BroadcastPoint", "Call", "hookimpl"),
+    "hookspecs": ("BroadcastPoint", "Call", "Scope", "hookimpl", "no_tensors"),
     "manager": ("load_registry", "plugin_manager"),
     "memory": ("can_capture", "can_fold_sampling", "folded_sampling_bytes"),
     "plan": ("Plan", "resolve_plan"),
@@ -65,6 +66,8 @@ _NAMES_BY_MODULE = {
     "registry": ("Registry", "Site"),
     "sync": ("SpecTpSync",),
 }
+_MODULES = ("decisions", "replay")
+"""Modules that are public as a whole: the mathematics that algorithms share, and their captured form."""
 _MODULE_OF = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names}
 
 __all__ = [
@@ -86,6 +89,7 @@ __all__ = [
     "PolicyError",
     "Registry",
     "RegistryError",
+    "Scope",
     "Site",
     "SpecSyncError",
     "SpecTpSync",
@@ -97,17 +101,22 @@ __all__ = [
     "__version__",
     "can_capture",
     "can_fold_sampling",
+    "decisions",
     "folded_sampling_bytes",
     "hookimpl",
     "load_registry",
+    "no_tensors",
     "parse_sites",
     "plugin_manager",
+    "replay",
     "resolve_plan",
     "select_group",
 ]
 
 
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return import_module(f"{__name__}.{name}")
     if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)

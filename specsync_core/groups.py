@@ -89,6 +89,44 @@ class TorchGroup:
         return f"TorchGroup(group rank {self.rank_in_group} of {self.world_size}, global ranks {self.ranks})"
 
 
+class EngineGroup:
+    """The group of a coordinator as SGLang and vLLM have it.
+
+    Args:
+        coordinator: has ``world_size``, ``rank_in_group``, ``ranks``, ``device``, ``device_group`` and ``cpu_group``,
+            and may have ``pynccl_comm``.
+
+    Graph: capturable. While the engine captures, its PyNccl communicator is enabled and carries the broadcast on the
+    current stream; where there is none (a split attention group, SG #36963), the process group does.
+    """
+
+    def __init__(self, coordinator: Any) -> None:
+        self.world_size: int = coordinator.world_size
+        self.rank_in_group: int = coordinator.rank_in_group
+        self.ranks: list[int] = list(coordinator.ranks)
+        self.device = coordinator.device
+        self.cpu_group = coordinator.cpu_group
+        self._device_group = coordinator.device_group
+        self._pynccl = getattr(coordinator, "pynccl_comm", None)
+
+    def broadcast(self, tensor: Tensor, src: int = 0) -> Tensor:
+        """Overwrite ``tensor`` with that of group rank ``src``, in place, on the current stream.
+
+        A tensor on the host travels over the CPU group, where the wait ends early when a peer has reported a failure.
+        """
+        if tensor.device.type == "cpu":
+            work = dist.broadcast(tensor, src=self.ranks[src], group=self.cpu_group, async_op=True)
+            wait(work, self.cpu_group, "broadcast")
+        elif self._pynccl is not None and not self._pynccl.disabled:
+            self._pynccl.broadcast(tensor, src=src)
+        else:
+            dist.broadcast(tensor, src=self.ranks[src], group=self._device_group)
+        return tensor
+
+    def __repr__(self) -> str:
+        return f"EngineGroup(group rank {self.rank_in_group} of {self.world_size}, global ranks {self.ranks})"
+
+
 @dataclass(frozen=True)
 class ParallelGroups:
     """The groups that an engine runs its ranks in."""

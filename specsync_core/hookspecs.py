@@ -27,6 +27,24 @@ class Call:
     kwargs: Mapping[str, Any]
     result: Any = None
     """What the function returned; None before it ran."""
+    scope: str | None = None
+    """What the innermost enclosing call (`BroadcastPoint.within`) says of itself; None outside of all."""
+
+    def argument(self, name: str, signature: Sequence[str]) -> Any:
+        """Return an argument, however it was passed. ``signature`` holds the function's parameter names."""
+        return self.kwargs[name] if name in self.kwargs else self.args[signature.index(name)]
+
+
+@dataclass(frozen=True)
+class Scope:
+    """A function of the engine that encloses others, which behave by what they were called from."""
+
+    target: str
+    """Dotted path of the enclosing function."""
+    value_of: Callable[[Call], str]
+    """What the calls inside are to see as `Call.scope`, from the enclosing call's arguments."""
+    signature: tuple[str, ...]
+    """The target's parameter names; a different signature is refused."""
 
 
 @dataclass(frozen=True)
@@ -38,8 +56,10 @@ class BroadcastPoint:
 
     target: str
     """Dotted path of the engine's function."""
-    when: Literal["before", "after"]
-    """Take the tensors from the arguments before the call, or from the result after it."""
+    when: Literal["before", "after", "callback", "engine"]
+    """Take the tensors from the arguments before the call, or from the result after it; or from what the argument
+    named `callback` returns, each time that the function calls it. ``engine``: the engine broadcasts here by
+    itself, nothing is hooked, and the target only has to be there."""
     sites: tuple[str, ...]
     """Slugs of every site that a call may belong to."""
     site_of: Callable[[Call], str | None]
@@ -52,6 +72,28 @@ class BroadcastPoint:
     """The target's parameter names; a different signature is refused."""
     capture: Literal["never", "any-communicator", "engine-communicator"] = "never"
     """May the call run while a graph is captured, and with whose communicator must it then broadcast."""
+    callback: str | None = None
+    """For ``when="callback"``: name of the argument, a function whose results are the site's tensors. `site_of` is
+    asked once per call of the target, `tensors_of` with the callback's result."""
+    within: tuple[Scope, ...] = ()
+    """The enclosing functions by which `site_of` tells calls apart; the innermost one that is running counts."""
+    only_if_imported: bool = False
+    """Skip the point when the engine has not imported the target's module by the time it creates its draft worker:
+    it then cannot run it (model files)."""
+    op: Literal["min", "max", "all", "any", "root"] | None = None
+    """For a consensus site: how the host value that the function returns is agreed on; it replaces the result."""
+    callers: tuple[str, ...] = ()
+    """Modules whose calls count; empty for all. Reads the caller's frame: for start-up only."""
+    wait_for: Callable[[Call], None] | None = None
+    """Instead of a broadcast: wait, before or after the call, for what makes this rank's own clock decide."""
+    proof: str | None = None
+    """Name of a decision that is made in every decode step. Of the applied points with one name at least one must
+    have fired after the first steps."""
+
+
+def no_tensors(call: Call) -> tuple[()]:
+    """`BroadcastPoint.tensors_of` of a point that has none: a host value, a wait, or one that the engine syncs."""
+    return ()
 
 
 class Specs:

@@ -1,4 +1,4 @@
-"""What the environment says. The only module that reads environment variables.
+"""What the environment says. The only module that reads environment variables, or sets one for an engine.
 
 A value that cannot be understood is an error, and so is a variable that looks like a misspelt one: a
 setting that is dropped in silence on one rank is a divergence.
@@ -23,17 +23,17 @@ VARIABLES: Mapping[str, str] = {
     "SPECSYNC_SITES": "policy: which sites are on, e.g. 'all,-dspark-plan' or 'all:audit'",
     "SGLANG_SPEC_TP_SYNC": "the published fix's policy, read where SPECSYNC_SITES is not set",
     "SPECSYNC_CONFIG": "path of the policy file (default: ./specsync.toml, else [tool.specsync] in ./pyproject.toml)",
-    "SPECSYNC_TRANSPORT": "auto, group or grouped (default auto)",
+    "SPECSYNC_TRANSPORT": "auto, one-shot, grouped or group (default auto)",
     "SPECSYNC_TIMEOUT_S": "seconds that ranks wait for each other at start-up and in host agreements (default 30)",
     "SPECSYNC_DISABLE": "comma-separated entry points of plugins that are not loaded",
     "SPECSYNC_COUNTERS": "on or off: count divergence in mode sync too (default on)",
-    "SPECSYNC_STRICT": "1: an engine adapter stops where it could otherwise go on without a site (default 0)",
+    "SPECSYNC_STRICT": "0: an engine adapter warns and goes on where it would otherwise stop the start (default 1)",
     "SPECSYNC_FAULTS": "faults on purpose, e.g. 'dspark-accept-greedy:rank=1:step=20:add=1'",
     "SPECSYNC_ALLOW_FAULTS": "1: obey SPECSYNC_FAULTS (default 0)",
 }
 """Every variable that is read, with its meaning."""
 
-Transport: TypeAlias = Literal["auto", "group", "grouped"]
+Transport: TypeAlias = Literal["auto", "group", "grouped", "one-shot"]
 TRANSPORTS: tuple[Transport, ...] = get_args(Transport)
 DEFAULT_TIMEOUT_S = 30.0
 
@@ -65,7 +65,8 @@ class Environment:
     counters: Setting[bool] | None = None
     disable: frozenset[str] = frozenset()
     """Names of entry points."""
-    strict: bool = False
+    strict: bool = True
+    """An engine adapter that cannot synchronise a site stops the start; False only warns."""
     faults: str | None = None
     """As written; `specsync_core.diagnostics.faults` parses it."""
     allow_faults: bool = False
@@ -90,7 +91,7 @@ def read_environment(environ: Mapping[str, str] | None = None) -> Environment:
         timeout_s=read("SPECSYNC_TIMEOUT_S", _seconds),
         counters=read("SPECSYNC_COUNTERS", _flag),
         disable=disabled_plugins(environ),
-        strict=read.plain("SPECSYNC_STRICT", _flag) or False,
+        strict=read.plain("SPECSYNC_STRICT", _flag) is not False,
         faults=environ.get("SPECSYNC_FAULTS"),
         allow_faults=read.plain("SPECSYNC_ALLOW_FAULTS", _flag) or False,
     )
@@ -104,6 +105,11 @@ def disabled_plugins(environ: Mapping[str, str] | None = None) -> frozenset[str]
     environ = os.environ if environ is None else environ
     names = (name.strip() for name in environ.get("SPECSYNC_DISABLE", "").split(","))
     return frozenset(filter(None, names))
+
+
+def hand_over(variable: str, text: str) -> None:
+    """Set a variable of this process that an engine reads after us."""
+    os.environ[variable] = text
 
 
 class _Reader:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from specsync_core import Algorithm, Speculator, SpeculatorContext, hookimpl
+from collections.abc import Sequence
+
+from specsync_core import Algorithm, BroadcastPoint, EngineFacts, Facts, Speculator, SpeculatorContext, hookimpl
+from specsync_dspark import sglang
 
 
 @hookimpl
@@ -14,6 +17,18 @@ def specsync_algorithm() -> Algorithm:
         draft_kind="block",
         bind=_bind,
     )
+
+
+@hookimpl
+def specsync_broadcast_points(engine: EngineFacts) -> Sequence[BroadcastPoint]:
+    """Where SGLang decides; none for other engines."""
+    return sglang.points(engine)
+
+
+@hookimpl
+def specsync_policy(facts: Facts) -> str | None:
+    """A narrower default where a model's logits cannot differ between ranks."""
+    return sglang.policy(facts)
 
 
 def _bind(context: SpeculatorContext) -> Speculator:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from specsync_core import Algorithm, BroadcastPoint, EngineFacts, Speculator, SpeculatorContext, hookimpl
-from specsync_eagle.points import verify_points
+from specsync_eagle import sglang
 
 
 @hookimpl
@@ -21,8 +21,8 @@ def specsync_algorithm() -> Algorithm:
 
 @hookimpl
 def specsync_broadcast_points(engine: EngineFacts) -> Sequence[BroadcastPoint]:
-    """The verify's broadcast point; none on ROCm, where the `eagle-rocm` plugin has it."""
-    return verify_points(engine) if engine.platform != "rocm" else ()
+    """Where SGLang decides; on ROCm without the verify, which the `eagle-rocm` plugin has."""
+    return (*(sglang.verify_points(engine) if engine.platform != "rocm" else ()), *sglang.points(engine))
 
 
 def _bind(context: SpeculatorContext) -> Speculator:

@@ -1,21 +1,38 @@
-from types import SimpleNamespace
+import sys
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import specsync_eagle
 import specsync_eagle.rocm as rocm
 import torch
-from specsync_eagle.points import KNOWN, TARGET
+from specsync_eagle.sglang import VERIFY
 
 from specsync_core import Call, EngineFacts
+from specsync_core.engines.versions import is_among
 from tests.unit.plugins.support import REGISTRY, LoneSync
 
 
 def points(platform, version="0.5.17", engine="sglang"):
+    """The hooked points of the verify, by the plugin that has them."""
     facts = EngineFacts(platform=platform, engine=engine, version=version)
     return {
-        "eagle": specsync_eagle.specsync_broadcast_points(facts),
-        "rocm": rocm.specsync_broadcast_points(facts),
+        name: [
+            point
+            for point in plugin.specsync_broadcast_points(facts)
+            if point.target == VERIFY and point.when != "engine" and is_among(version, point.versions)
+        ]
+        for name, plugin in (("eagle", specsync_eagle), ("rocm", rocm))
     }
+
+
+@pytest.fixture(autouse=True)
+def simulated_length(monkeypatch):
+    """Stand in for the engine's module that holds the forced acceptance length; a value above 0 is in force."""
+    module = SimpleNamespace(SIMULATE_ACC_LEN=-1.0)
+    for name in ("sglang", "sglang.srt", "sglang.srt.speculative"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, "sglang.srt.speculative.spec_utils", module)
+    return module
 
 
 def call(*, all_greedy, batch=2, draft_probs=None, by_name=False):
@@ -36,8 +53,8 @@ def call(*, all_greedy, batch=2, draft_probs=None, by_name=False):
 def test_one_plugin_has_the_verify_on_every_platform(platform):
     found = points(platform)
     owner, other = ("rocm", "eagle") if platform == "rocm" else ("eagle", "rocm")
-    assert [point.target for point in found[owner]] == [TARGET]
-    assert found[other] == ()
+    assert [point.target for point in found[owner]] == [VERIFY]
+    assert found[other] == []
 
 
 def test_rocm_asks_for_the_engines_communicator_inside_a_capture():
@@ -46,15 +63,26 @@ def test_rocm_asks_for_the_engines_communicator_inside_a_capture():
 
 
 def test_other_engines_have_no_point():
-    assert points("rocm", engine="vllm") == {"eagle": (), "rocm": ()}
+    assert points("rocm", engine="vllm") == {"eagle": [], "rocm": []}
 
 
-def test_an_unknown_version_gets_every_known_point_to_be_refused_by():
-    assert [point.versions for point in points("cuda", "0.5.17")["eagle"]] == ["==0.5.17"]
-    assert [point.versions for point in points("cuda", "9.9")["eagle"]] == [f"=={facts.version}" for facts in KNOWN]
+@pytest.mark.parametrize("version", [f"0.5.{patch}" for patch in range(16, 24)])
+def test_each_known_version_has_one_point(version):
+    assert len(points("cuda", version)["eagle"]) == 1
 
 
-@pytest.mark.parametrize("version", [facts.version for facts in KNOWN])
+def test_an_unknown_version_has_none_to_match():
+    assert points("cuda", "9.9")["eagle"] == []
+
+
+def test_simulated_acceptance_has_its_own_site_whatever_the_path(simulated_length):
+    (point,) = points("cuda")["eagle"]
+    simulated_length.SIMULATE_ACC_LEN = 2.5
+    assert point.site_of(call(all_greedy=False)) == "eagle-accept-simulated"
+    assert point.site_of(call(all_greedy=True)) == "eagle-accept-simulated"
+
+
+@pytest.mark.parametrize("version", ["0.5.16", "0.5.17", "0.5.23"])
 def test_the_tensors_are_those_of_the_result_in_the_registrys_order(version):
     (point,) = points("cuda", version)["eagle"]
     made = call(all_greedy=True)
@@ -77,8 +105,9 @@ def test_the_tensors_are_those_of_the_result_in_the_registrys_order(version):
         ("cpu", "0.5.17", False, None, "eagle-verify-greedy"),
         ("rocm", "0.5.17", False, None, "eagle-verify-greedy"),
         ("rocm", "0.5.17", False, "probabilities", "eagle-verify-greedy"),
-        ("rocm", "0.5.23", False, None, "eagle-verify-greedy"),
-        ("rocm", "0.5.23", False, "probabilities", "eagle-verify-sample"),
+        # The engine broadcasts these by itself, as it does what it sampled: no second broadcast.
+        ("rocm", "0.5.18", True, None, "eagle-verify-sample"),
+        ("rocm", "0.5.23", False, None, "eagle-verify-sample"),
         ("cuda", "0.5.23", False, "probabilities", "eagle-verify-sample"),
     ],
 )

@@ -1,0 +1,284 @@
+"""SGLang: entry point ``specsync`` of the group ``sglang.srt.plugins``.
+
+The engine calls `register` in every process, before there are groups or a model. All that it hooks is the function
+that creates the draft worker: no process without speculation is touched any further. When that function is called,
+the ranks have met, the algorithm is known and its modules are imported; then `Adapter` hooks what this algorithm
+decides, and no more.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from importlib.metadata import version as version_of
+from typing import Any
+
+from specsync_core.collectives import GroupStore, store_of
+from specsync_core.engines.hooks import Hook, active_points, build_hooks
+from specsync_core.engines.proof import Firings, conclude, report
+from specsync_core.engines.start import Candidates, agree_to_start, find_points
+from specsync_core.engines.targets import check_target
+from specsync_core.errors import EngineError
+from specsync_core.facts import EngineFacts
+from specsync_core.groups import EngineGroup, ParallelGroups
+from specsync_core.hookspecs import BroadcastPoint
+from specsync_core.manager import load_registry, plugin_manager
+from specsync_core.plan import Plan, resolve_plan
+from specsync_core.settings import hand_over, read_environment
+from specsync_core.sync import SpecTpSync
+
+logger = logging.getLogger("specsync")
+
+KNOWN_VERSIONS = tuple(f"0.5.{patch}" for patch in range(16, 24))
+WORKER_FACTORIES = (
+    "sglang.srt.speculative.spec_info.SpeculativeAlgorithm.create_worker",
+    "sglang.srt.speculative.spec_registry.CustomSpecAlgo.create_worker",
+)
+"""Of built-in algorithms and of those that other plugins register."""
+HOOK_REGISTRY = "sglang.srt.plugins.hook_registry"
+POLICY_VARIABLE = "SGLANG_SPEC_TP_SYNC"
+ENGINE_DRAFT = "dspark-draft"
+"""The engine's one name for sites 2 to 6; every other site has the name that it has here."""
+PROOF_STEPS = 4
+"""Decode steps after which each rank proves that its hooks fired."""
+
+_adapter: Adapter | None = None
+
+
+def register() -> None:
+    """Hook the creation of the draft worker. SGLang calls this in each of its processes; more calls do nothing.
+
+    SGLang logs and ignores a plugin that raises, and a rank would run unsynchronised. So where the hook cannot be
+    placed, the process ends, unless ``SPECSYNC_STRICT=0``.
+    """
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    if any(hook is _create_worker for _, hook, _ in HookRegistry._hooks.get(WORKER_FACTORIES[0], ())):
+        return
+    problems = [problem for path in WORKER_FACTORIES if (problem := check_target(path, ("self", "server_args")))]
+    if problems:
+        _refuse(f"sglang {engine_version()} does not create draft workers as known: {'; '.join(problems)}")
+        return
+    for path in WORKER_FACTORIES:
+        HookRegistry.register(path, _create_worker, HookType.AROUND)
+
+
+def _refuse(problem: str) -> None:
+    if read_environment().strict:
+        sys.exit(f"EngineError: specsync: {problem}.\n  Set SPECSYNC_STRICT=0 to run without specsync.")
+    logger.warning("%s. SPECSYNC_STRICT=0, so the engine runs without specsync.", problem)
+
+
+def engine_version() -> str:
+    """Return the version that SGLang's distribution states."""
+    return version_of("sglang")
+
+
+def _create_worker(original: Callable[..., Any], algorithm: Any, server_args: Any) -> Any:
+    """AROUND the factory: called first, so that the worker's modules are there to be hooked."""
+    global _adapter
+    worker_class = original(algorithm, server_args)
+    if _adapter is None:
+        _adapter = Adapter(algorithm.name.lower(), server_args.model_path, worker_class)
+        _adapter.start()
+    return worker_class
+
+
+def current() -> Adapter | None:
+    """Return this process's adapter, once a draft worker was created."""
+    return _adapter
+
+
+class Adapter:
+    """One process of SGLang, which is one tensor-parallel rank.
+
+    Args:
+        algorithm: the engine's name of the algorithm, lower case.
+        model: name or path as the engine was given it.
+        worker_class: the engine's draft worker; its ``forward_batch_generation`` is one step. None proves nothing.
+    """
+
+    def __init__(self, algorithm: str, model: str | None, worker_class: type | None = None) -> None:
+        self.groups = engine_groups()
+        self.facts = EngineFacts(
+            platform=platform_name(),
+            model=model,
+            dp_attention=self.groups.dp_attention,
+            engine="sglang",
+            version=engine_version(),
+            algorithm=algorithm,
+        )
+        self.firings = Firings()
+        self.points: list[BroadcastPoint] = []
+        """The points that are hooked."""
+        self.sync: SpecTpSync | None = None
+        self._worker_class = worker_class
+        self._store: GroupStore | None = None
+        self._decode_steps = 0
+        self._plan: Plan | None = None
+
+    def start(self) -> None:
+        """Resolve the plan, settle with the other ranks what can be hooked, hook it, and check that all is applied.
+
+        Raises:
+            EngineError: on every rank alike, when any rank cannot synchronise what the plan asks for.
+            PlanMismatchError: on every rank alike, when ranks hold different plans.
+        """
+        alone = self.groups.tp.world_size == 1
+        store = None if alone else store_of(self.groups.tp.cpu_group)
+        strict = read_environment().strict
+
+        def exchange(topic: str, payload: Any) -> list[Any]:
+            assert store is not None
+            return store.exchange(topic, payload, 30.0 if self._plan is None else self._plan.timeout_s)
+
+        candidates = agree_to_start(self._look, strict, None if alone else exchange)
+        if alone or self._plan is None:
+            return
+        tell_engine(self._plan, candidates.points)
+        self.sync = SpecTpSync(self.groups, self._plan)
+        self.points = active_points(candidates.points, self.sync)
+        hooks = list(build_hooks(self.points, self.sync, self.firings, (HOOK_REGISTRY,)))
+        if self._worker_class is not None and self.points:
+            hooks.append(self._step_hook(self._worker_class))
+        unapplied = apply_hooks(hooks)
+        theirs = exchange("hooks applied", unapplied)
+        if problems := [f"  group rank {rank}: {', '.join(paths)}" for rank, paths in enumerate(theirs) if paths]:
+            raise EngineError("hooks could not be applied; the engine's log says why:\n" + "\n".join(problems))
+        self._log_start(candidates)
+
+    def _look(self) -> Candidates:
+        """Resolve the plan and find the points whose modules are there; the plan is read on a lone rank, too."""
+        manager = plugin_manager()
+        self._plan = resolve_plan(load_registry(manager), facts=self.facts, manager=manager)
+        candidates = find_points(manager, self.facts, KNOWN_VERSIONS)
+        if self.groups.tp.world_size == 1:
+            return Candidates(())
+        points = [point for point in candidates.points if not point.only_if_imported or is_imported(point)]
+        modes = self._plan.mode
+        wanted = [
+            point for point in points if point.when == "engine" or any(modes(site) != "off" for site in point.sites)
+        ]
+        return Candidates(tuple(wanted), candidates.problems)
+
+    def _step_hook(self, worker_class: type) -> Hook:
+        """BEFORE each step: the steps that came before it have fired what they fire."""
+
+        def before(worker: Any, batch: Any, *args: Any, **kwargs: Any) -> None:
+            assert self.sync is not None
+            self.sync.next_step()
+            if self._decode_steps <= PROOF_STEPS and batch.forward_mode.is_decode():
+                if self._decode_steps == PROOF_STEPS:
+                    self.prove()
+                self._decode_steps += 1
+
+        path = f"{worker_class.__module__}.{worker_class.__qualname__}.forward_batch_generation"
+        return Hook(path, "before", before)
+
+    def prove(self) -> None:
+        """Compare with the other ranks of the broadcast group which hooks fired.
+
+        Raises:
+            EngineError: on every rank of the group alike, when a decision was made and never synchronised on a rank.
+        """
+        group = self.groups.attn_tp if self.groups.dp_attention else self.groups.tp
+        assert group is not None
+        assert self._plan is not None
+        evidence: Sequence[dict[str, object]] = [self.firings.as_json()]
+        if group.world_size > 1:
+            evidence = store_of(group.cpu_group).exchange("hooks fired", evidence[0], self._plan.timeout_s)
+        problems = conclude(evidence, PROOF_STEPS, self.firings.decisions)
+        if problems and read_environment().strict:
+            raise EngineError("hooks were applied and did not fire:\n  " + "\n  ".join(problems))
+        if problems:
+            logger.warning("hooks were applied and did not fire:\n  %s", "\n  ".join(problems))
+        if group.rank_in_group == 0:
+            logger.info("%s", report(evidence, PROOF_STEPS, self.points))
+
+    def _log_start(self, candidates: Candidates) -> None:
+        if self.groups.tp.rank_in_group != 0:
+            return
+        own = sorted({site for point in self.points for site in point.sites})
+        engines = sorted({site for point in candidates.points if point.when == "engine" for site in point.sites})
+        logger.info(
+            "sglang %s, %s: specsync synchronises %s; the engine %s.",
+            self.facts.version,
+            self.facts.algorithm,
+            ", ".join(own) or "nothing",
+            ", ".join(engines) or "nothing",
+        )
+
+
+def engine_groups() -> ParallelGroups:
+    """Return the engine's groups; under DP attention the attention group is the one to broadcast in."""
+    from sglang.srt.layers.dp_attention import is_dp_attention_enabled
+    from sglang.srt.runtime_context import get_parallel
+
+    parallel = get_parallel()
+    with_dp = bool(is_dp_attention_enabled())
+    attention = EngineGroup(parallel.attn_tp_group) if with_dp else None
+    return ParallelGroups(tp=EngineGroup(parallel.tp_group), attn_tp=attention, dp_attention=with_dp)
+
+
+def platform_name() -> str:
+    """Return the platform in the registry's words: what SGLang itself branches on."""
+    from sglang.srt import utils
+
+    checks = {"rocm": "is_hip", "cuda": "is_cuda", "npu": "is_npu", "xpu": "is_xpu", "cpu": "is_cpu"}
+    found = (name for name, check in checks.items() if hasattr(utils, check) and getattr(utils, check)())
+    return next(found, "cpu")
+
+
+def is_imported(point: BroadcastPoint) -> bool:
+    """Whether the engine has imported the module of a point's target."""
+    return any(point.target.startswith(f"{name}.") for name in _leaf_modules(point.target))
+
+
+def _leaf_modules(path: str) -> Iterable[str]:
+    """The modules on a dotted path that are imported and are no package."""
+    parts = path.split(".")
+    names = (".".join(parts[:count]) for count in range(1, len(parts)))
+    return (name for name in names if name in sys.modules and not hasattr(sys.modules[name], "__path__"))
+
+
+def tell_engine(plan: Plan, points: Iterable[BroadcastPoint]) -> None:
+    """Set the engine's own variable to what the plan says of the sites that the engine broadcasts itself.
+
+    The engine reads it when the worker is made, knows fewer words than the policy grammar has, and stops at others.
+    A site in mode audit stays on: the engine can only broadcast.
+    """
+    if not any(point.when == "engine" and "SpecTpSync" in point.target for point in points):
+        return
+    from sglang.srt.speculative.spec_tp_sync import SpecTpSyncSite
+
+    drafts = {site.slug for site in plan.registry.words[ENGINE_DRAFT].sites}
+    wanted = []
+    for site in SpecTpSyncSite:
+        names = drafts if site.slug == ENGINE_DRAFT else {site.slug}
+        modes = {plan.mode(name) for name in names & set(plan.sites)}
+        if "audit" in modes:
+            logger.warning("%s is in mode audit, which the engine does not have: it broadcasts there.", site.slug)
+        if modes - {"off"}:
+            wanted.append(site.slug)
+    hand_over(POLICY_VARIABLE, "all" if len(wanted) == len(SpecTpSyncSite) else ",".join(wanted) or "off")
+
+
+def apply_hooks(hooks: Sequence[Hook]) -> list[str]:
+    """Apply hooks through the engine's registry, and return the targets that were not reached.
+
+    The registry applies a target once. Where another plugin has hooked it already, ours wrap what is there now.
+    """
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    kinds = {"before": HookType.BEFORE, "after": HookType.AFTER, "around": HookType.AROUND}
+    targets = {hook.target for hook in hooks}
+    earlier = {target: HookRegistry._hooks.pop(target) for target in targets if target in HookRegistry._patched}
+    HookRegistry._patched.difference_update(earlier)
+    for hook in hooks:
+        HookRegistry.register(hook.target, hook.function, kinds[hook.kind])
+    HookRegistry.apply_hooks()
+    unapplied = sorted(targets - HookRegistry._patched)
+    for target, older in earlier.items():
+        HookRegistry._hooks[target] = [*older, *HookRegistry._hooks[target]]
+    return unapplied
