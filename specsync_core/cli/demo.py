@@ -106,7 +106,7 @@ class _Screen:
     def part(self, part: Part) -> None:
         self._stop()
         if self._show_parts:
-            mark = {True: "as told", False: "NOT as told", None: ""}[part.held]
+            mark = {True: "held", False: "DID NOT HOLD", None: ""}[part.held]
             print(f"\n{part.title}{f'  [{mark}]' if mark else ''}")
             for line in part.lines:
                 print(f"    {line}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -92,7 +93,7 @@ class Ended:
     def _traces(self) -> Iterator[str]:
         assert self.stop is not None
         for rank, error in self.stop.errors.items():
-            yield f"Rank {rank} raised {error.strip().splitlines()[-1]}"
+            yield f"Rank {rank} raised {shorten(error.strip().splitlines()[-1])}"
         for rank, code in self.stop.exit_codes.items():
             if code not in (None, 0) and rank not in self.stop.errors and (words := last_words(self.stop.logs[rank])):
                 yield f"Rank {rank} left this behind: {words}"
@@ -159,4 +160,10 @@ def last_words(log: str) -> str:
     """The line of a log that says what went wrong, as gloo, libstdc++ and Python write it."""
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     telling = [line for line in lines if "what()" in line or "enforce" in line.lower() or "Error" in line]
-    return (telling or lines or [""])[-1][:200]
+    return shorten((telling or lines or [""])[-1])
+
+
+def shorten(text: str, length: int = 160) -> str:
+    """Cut a native library's message: paths to the file's name, the rest at a length."""
+    text = re.sub(r"/\S*/", "", text)
+    return text if len(text) <= length else text[: length - 3] + "..."

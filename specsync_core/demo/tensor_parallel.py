@@ -44,7 +44,7 @@ class GroupCollectives:
 
     def all_reduce(self, tensor: Tensor, what: str) -> Tensor:
         """Sum over the ranks, in place."""
-        with self._marks.waiting("tp all-reduce", what):
+        with self._marks.waiting("tp all-reduce", f"{what} {list(tensor.shape)}"):
             dist.all_reduce(tensor, group=self._group)
             self._settle()
         return tensor
@@ -53,7 +53,7 @@ class GroupCollectives:
         """Concatenate the ranks' ``[N, v]`` along the last dimension: ``[N, V]``."""
         count, width = tensor.shape
         gathered = tensor.new_empty(self.world_size * count, width)
-        with self._marks.waiting("tp all-gather", what):
+        with self._marks.waiting("tp all-gather", f"{what} {list(tensor.shape)}"):
             self._gather(gathered, tensor.contiguous(), group=self._group)
             self._settle()
         return gathered.view(self.world_size, count, width).transpose(0, 1).reshape(count, -1)
