@@ -11,14 +11,14 @@ from specsync_core.groups import Group
 from specsync_core.payload import Packet
 from specsync_core.transports.base import copy_all_
 
-GLOO_TAKES = frozenset(
+ALL_TAKE = frozenset(
     getattr(torch, name)
     for name in (
         *("bool", "uint8", "int8", "int32", "int64", "float16", "bfloat16", "float32", "float64"),
         *("complex64", "complex128"),
     )
 )
-"""dtypes that gloo broadcasts (torch 2.13); the bytes of the others travel instead, int16 and float8 among them."""
+"""dtypes that gloo and NCCL broadcast (torch 2.13); the bytes of the others travel, int16 and float8 among them."""
 
 
 class GroupTransport:
@@ -57,6 +57,6 @@ class GroupTransport:
         return scratch
 
     def _broadcast(self, tensor: Tensor) -> None:
-        if tensor.device.type == "cpu" and tensor.dtype not in GLOO_TAKES:
+        if tensor.dtype not in ALL_TAKE:
             tensor = tensor.reshape(-1).view(torch.uint8)
         self._group.broadcast(tensor, src=0)

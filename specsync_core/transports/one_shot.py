@@ -141,7 +141,7 @@ class OneShotTransport:
             staged = tensors
             for tensor in tensors:
                 if not tensor.is_contiguous():
-                    staged = _stage(tensors, scratch, mode)
+                    staged = _stage(tensors, scratch)
                     break
             addresses = tuple([tensor.data_ptr() for tensor in staged])
             targets = fetched if mode == FETCH else addresses
@@ -155,8 +155,8 @@ class OneShotTransport:
         return f"OneShotTransport(group rank {self._rank} of {self._world}, {chunks_of(0)} launch per call)"
 
 
-def _stage(tensors: Sequence[Tensor], scratch: Sequence[Tensor], mode: int) -> list[Tensor]:
-    """Contiguous copies of what is not contiguous. A fetch's scratch is its target too: one lane reads, then writes it."""
+def _stage(tensors: Sequence[Tensor], scratch: Sequence[Tensor]) -> list[Tensor]:
+    """Contiguous copies of what is not contiguous. A fetch writes over them: it does not read its own values."""
     return [
         tensor if tensor.is_contiguous() else copy.copy_(tensor) for tensor, copy in zip(tensors, scratch, strict=True)
     ]
@@ -207,7 +207,8 @@ def decode_lane(
             break
         lane -= lanes
     width = min(size, protocol.LANE_BYTES)
-    element = next(place for place in range(protocol.LANE_BYTES // width) if (own ^ root) >> 8 * width * place & (1 << 8 * width) - 1)
+    bits, mask = own ^ root, (1 << 8 * width) - 1
+    element = next(place for place in range(protocol.LANE_BYTES // width) if bits >> 8 * width * place & mask)
     flat = (lane * protocol.LANE_BYTES + element * width) // size
     index = tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), shape)) if shape else ()
     values = tuple(_value(word >> 8 * width * element, width, size, dtype) for word in (own, root))

@@ -75,8 +75,9 @@ def explain(failure: Failure, rank: int, known: Mapping[int, str]) -> SpecSyncEr
 def _name(header: Header, known: Mapping[int, str]) -> str:
     if header.word in known:
         return known[header.word]
-    site = next((text.split(" with ")[0] for word, text in known.items() if Header.from_word(word).site == header.site), None)
-    return f"{site or f'an unknown site (crc32 {header.site:08x})'} with {header.nbytes} bytes"
+    same_site = (text.split(" with ")[0] for word, text in known.items() if Header.from_word(word).site == header.site)
+    site = next(same_site, f"a site unknown to this rank (crc32 {header.site:08x})")
+    return f"{site} with {header.nbytes} bytes"
 
 
 def obstacle(group: Group, device: torch.device) -> str | None:

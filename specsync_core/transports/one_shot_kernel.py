@@ -23,6 +23,7 @@ Memory ordering, for the PTX model (sm_70 and newer):
 from __future__ import annotations
 
 # mypy: ignore-errors
+# ruff: noqa: SIM102 - an `if` over a constant is not the same as an `and` in Triton
 import triton
 import triton.language as tl
 from triton import knobs
@@ -90,10 +91,9 @@ def _load_word(address):
     """Load 8 bytes that another rank may store into."""
     if INTERPRETED:
         return tl.load(_i64(address))
-    else:
-        return tl.inline_asm_elementwise(
-            "ld.relaxed.sys.global.b64 $0, [$1];", "=l,l", [address], dtype=tl.int64, is_pure=False, pack=1
-        )
+    return tl.inline_asm_elementwise(
+        "ld.relaxed.sys.global.b64 $0, [$1];", "=l,l", [address], dtype=tl.int64, is_pure=False, pack=1
+    )
 
 
 @triton.jit
@@ -101,10 +101,9 @@ def _fence(order):
     """A system-wide fence of acquire and release. Takes and returns a value so that it stays in its place."""
     if INTERPRETED:
         return order
-    else:
-        return tl.inline_asm_elementwise(
-            "fence.acq_rel.sys; mov.b32 $0, $1;", "=r,r", [order], dtype=tl.int32, is_pure=False, pack=1
-        )
+    return tl.inline_asm_elementwise(
+        "fence.acq_rel.sys; mov.b32 $0, $1;", "=r,r", [order], dtype=tl.int32, is_pure=False, pack=1
+    )
 
 
 @triton.jit
@@ -119,9 +118,8 @@ def _await_line(line, header_line, tag, header, broken, timeout_ns):
         stopped = tl.load(_i64(broken)) != 0
         status = tl.where(here & (theirs != header), 1, tl.where(arrived, 0, tl.where(stopped, 3, 2)))
         return (low & 0xFFFFFFFF) | (high << 32), status
-    else:
-        return tl.inline_asm_elementwise(
-            """{
+    return tl.inline_asm_elementwise(
+        """{
             .reg .pred p, q, t;
             .reg .b64 x, y, hx, hy, start, now;
             .reg .b32 a, b, c, d, ha, hb, hc, hd, own_low, own_high, spins, few;
@@ -166,9 +164,9 @@ def _await_line(line, header_line, tag, header, broken, timeout_ns):
             mov.u32 $1, 2;
             DONE:
             }""",
-            "=&l,=&r,l,l,r,l,l,l", [line, header_line, tag, header, broken, timeout_ns],
-            dtype=(tl.int64, tl.int32), is_pure=False, pack=1,
-        )
+        "=&l,=&r,l,l,r,l,l,l", [line, header_line, tag, header, broken, timeout_ns],
+        dtype=(tl.int64, tl.int32), is_pure=False, pack=1,
+    )
 
 
 @triton.jit
@@ -178,9 +176,8 @@ def _await_ack(ack_line, ack, sequence, broken, timeout_ns):
         behind = sequence - ack.to(tl.int32) >= SLOTS
         stopped = tl.load(_i64(broken)) != 0
         return tl.where(behind, tl.where(stopped, 3, 2), 0)
-    else:
-        return tl.inline_asm_elementwise(
-            """{
+    return tl.inline_asm_elementwise(
+        """{
             .reg .pred q, t;
             .reg .b64 word, start, now;
             .reg .b32 taken, high, ahead, spins, few;
@@ -215,8 +212,8 @@ def _await_ack(ack_line, ack, sequence, broken, timeout_ns):
             mov.u32 $0, 2;
             DONE:
             }""",
-            "=&r,l,l,r,l,l", [ack_line, ack, sequence, broken, timeout_ns], dtype=tl.int32, is_pure=False, pack=1,
-        )
+        "=&r,l,l,r,l,l", [ack_line, ack, sequence, broken, timeout_ns], dtype=tl.int32, is_pure=False, pack=1,
+    )
 
 
 @triton.jit
@@ -276,16 +273,15 @@ def _differing(bits, width, UNIT: tl.constexpr):
     """How many elements of ``width`` bytes have a bit set in each word; elements wider than 8 count by halves."""
     if UNIT == 8:
         return (bits != 0).to(tl.int64)
-    else:
-        # Fold each byte into its lowest bit, then bytes into pairs, pairs into words, as far as the element goes.
-        nibbles = (bits | (bits >> 4)) & 0x0F0F0F0F0F0F0F0F
-        halves = (nibbles | (nibbles >> 2)) & 0x0303030303030303
-        ones = (halves | (halves >> 1)) & 0x0101010101010101
-        pairs = (ones | (ones >> 8)) & 0x0001000100010001
-        words = (pairs | (pairs >> 16)) & 0x0000000100000001
-        whole = (words | (words >> 32)) & 1
-        flags = tl.where(width == 1, ones, tl.where(width == 2, pairs, tl.where(width == 4, words, whole)))
-        return ((flags * 0x0101010101010101) >> 56) & 0xFF
+    # Fold each byte into its lowest bit, then bytes into pairs, pairs into words, as far as the element goes.
+    nibbles = (bits | (bits >> 4)) & 0x0F0F0F0F0F0F0F0F
+    halves = (nibbles | (nibbles >> 2)) & 0x0303030303030303
+    ones = (halves | (halves >> 1)) & 0x0101010101010101
+    pairs = (ones | (ones >> 8)) & 0x0001000100010001
+    words = (pairs | (pairs >> 16)) & 0x0000000100000001
+    whole = (words | (words >> 32)) & 1
+    flags = tl.where(width == 1, ones, tl.where(width == 2, pairs, tl.where(width == 4, words, whole)))
+    return ((flags * 0x0101010101010101) >> 56) & 0xFF
 
 
 @triton.jit
@@ -343,7 +339,7 @@ def _send_chunk(
     for tile in range(0, count + 1, BLOCK):
         line = tile + tl.arange(0, BLOCK)
         active = (line > 0) & (line <= count)
-        address, left, width = _locate(begin + line - 1, addresses, sizes, widths)
+        address, left, _ = _locate(begin + line - 1, addresses, sizes, widths)
         word = tl.where(line == 0, header, _load8(address, left, active, UNIT))
         low = (word & 0xFFFFFFFF) | tag
         high = ((word >> 32) & 0xFFFFFFFF) | tag

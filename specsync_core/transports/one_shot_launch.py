@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 # mypy: disable-error-code="import-not-found, import-untyped"
@@ -80,7 +80,7 @@ def compile_source(source: ASTSource, warps: int, target: Any = None) -> Any:
     return triton.compile(source, target=target, options={"num_warps": warps, "num_stages": 1})
 
 
-@lru_cache(maxsize=None)
+@cache
 def launcher(variant: Variant, device_index: int) -> Launch:
     """Return a variant's launch on one device. Compiles on first use; never call it first inside a capture."""
     with torch.cuda.device(device_index):
@@ -94,11 +94,14 @@ def bind_launch(compiled: Any, grid: tuple[int, int, int], constants: tuple[Any,
         runner = compiled[grid]
         return lambda stream, *arguments: runner(*arguments, *constants, stream=stream)
     # Triton 3.6: past two Python frames, straight to the launcher written in C. No scratch memory is in use.
-    assert not run.global_scratch_size and not run.profile_scratch_size
+    assert not run.global_scratch_size
+    assert not run.profile_scratch_size
     launch, function, metadata = run.launch, compiled.function, compiled.packed_metadata
     cooperative, dependent = run.launch_cooperative_grid, run.launch_pdl
 
     def call(stream: int, *arguments: Any) -> None:
-        launch(*grid, stream, function, cooperative, dependent, None, None, metadata, None, None, None, *arguments, *constants)
+        launch(
+            *grid, stream, function, cooperative, dependent, None, None, metadata, None, None, None, *arguments, *constants
+        )
 
     return call

@@ -99,7 +99,8 @@ class Failure:
 
     @classmethod
     def from_words(cls, code: int, own: int, theirs: int) -> Failure:
-        return cls(code & 0xFF, code >> 8 & 0xFF, code >> 32 & 0xFFFFFFFF, Header.from_word(own), Header.from_word(theirs))
+        kind, group_rank, sequence = code & 0xFF, code >> 8 & 0xFF, code >> 32 & 0xFFFFFFFF
+        return cls(kind, group_rank, sequence, Header.from_word(own), Header.from_word(theirs))
 
 
 def lanes_of(nbytes: int) -> int:

@@ -13,6 +13,9 @@ from specsync_core.transports.choose import TRANSPORTS
 from tests.transport_conformance import conform
 
 CPU = torch.device("cpu")
+HOST = {name: build for name, build in TRANSPORTS.items() if name != "one-shot"}
+"""The transports that work on host memory."""
+NO_GPU = ("one-shot", "every rank: it needs CUDA tensors")
 
 
 class CountingGroup(TorchGroup):
@@ -26,7 +29,7 @@ class CountingGroup(TorchGroup):
 
 
 def conformance(rank: int, world_size: int) -> dict[str, list[str]]:
-    failures = {name: conform(build, TorchGroup(), CPU) for name, build in TRANSPORTS.items()}
+    failures = {name: conform(build, TorchGroup(), CPU) for name, build in HOST.items()}
     # A sub-group whose first member is not global rank 0: its rank 0 is global rank 1.
     ranks = list(range(1, world_size))
     subgroup = dist.new_group(ranks)
@@ -49,7 +52,7 @@ def triple(rank: int) -> tuple[torch.Tensor, ...]:
 
 def count_broadcasts(rank: int, world_size: int) -> dict[str, int]:
     counts = {}
-    for name, build in TRANSPORTS.items():
+    for name, build in HOST.items():
         group = CountingGroup()
         transport, tensors = build(group), triple(rank)
         packet = Packet("counted", describe(tensors), 0)
@@ -151,18 +154,20 @@ def choose(rank: int, world_size: int, broken: tuple[str, ...]) -> tuple[str, tu
     return choice.transport.name, choice.rejected
 
 
-def test_auto_takes_grouped():
-    assert run_ranks(choose, 2, args=((),)) == [("grouped", ())] * 2
+def test_auto_takes_grouped_on_host_tensors_and_says_why_not_one_shot():
+    assert run_ranks(choose, 2, args=((),)) == [("grouped", (NO_GPU,))] * 2
 
 
 def test_auto_falls_back_on_every_rank_when_one_rank_fails_and_says_why():
-    reason = (("grouped", "group rank 1: no peer access on this rank"),)
     taken = run_ranks(choose, 2, args=(("grouped",),))
     assert [name for name, _ in taken] == ["group", "group"]
-    assert all(rejected[0][1].endswith(reason[0][1]) for _, rejected in taken)
+    for _, (no_gpu, (name, why)) in taken:
+        assert no_gpu == NO_GPU
+        assert name == "grouped"
+        assert why.endswith("group rank 1: no peer access on this rank")
 
 
 def test_auto_raises_on_every_rank_when_nothing_works():
     for message, _ in run_ranks(choose, 2, args=(("grouped", "group"),)):
-        assert message.startswith("no transport passes its self-test: grouped:")
+        assert message.startswith("no transport passes its self-test: one-shot: every rank: it needs CUDA tensors; grouped:")
         assert "group rank 1: no peer access on this rank" in message
