@@ -307,6 +307,17 @@ def test_being_behind_is_not_a_divergence(tmp_path):
     assert (found.finding, found.behind_ranks) == ("clean", ())
 
 
+def test_being_behind_within_a_step_is_not_a_divergence_but_ending_there_is(tmp_path):
+    group = Group(tmp_path)
+    healthy_steps(group, range(3))
+    group.same(DRAFT, 3, [[1, 2]], ranks=[0])
+    group.same(ACCEPT, 3, triple(1), ranks=[0])
+    group.same(DRAFT, 3, [[1, 2]], ranks=[1])
+    assert group.diagnose().finding == "clean"
+    group.close()
+    assert group.diagnose().divergence.kind == "path"
+
+
 # --- waits, the dead, the missing ---------------------------------------------------------------------
 
 
@@ -564,16 +575,27 @@ def test_rings_that_wrapped_at_different_places(tmp_path):
     assert group.diagnose().finding == "clean"
 
 
+def tear(path, *slots):
+    data = bytearray(path.read_bytes())
+    ring = fmt.PREAMBLE.unpack_from(data)[4]
+    for slot in slots:
+        data[ring + slot * fmt.SLOT_BYTES + 30] ^= 255
+    path.write_bytes(data)
+
+
+def test_a_wait_whose_end_was_torn_is_not_open(tmp_path):
+    group = Group(tmp_path)
+    healthy_steps(group, range(2))
+    tear(recording_path(tmp_path, 1), 1)
+    assert fmt.read_recording(recording_path(tmp_path, 1)).records[1].sequence == 3
+    assert group.diagnose(hang_after_s=0).waits == {}
+
+
 def test_a_torn_record_is_no_divergence(tmp_path):
     group = Group(tmp_path)
     healthy_steps(group, range(6))
     group.close()
-    path = recording_path(tmp_path, 1)
-    data = bytearray(path.read_bytes())
-    ring = fmt.PREAMBLE.unpack_from(data)[4]
-    for slot in (30, 31, 32, 33):
-        data[ring + slot * fmt.SLOT_BYTES + 30] ^= 255
-    path.write_bytes(data)
+    tear(recording_path(tmp_path, 1), 30, 31, 32, 33)
     found = group.diagnose()
     assert found.finding == "clean"
     assert says(found, "Rank 1: 4 records could not be read (torn while they were written).")
