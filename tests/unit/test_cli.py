@@ -333,6 +333,12 @@ def test_tables_wrap_the_last_column_and_shorten_nothing(width: int) -> None:
     assert all(len(line) <= max(width, 31 + output.LEAST_LAST_COLUMN) for line in lines)
 
 
+def test_tables_do_not_break_slugs() -> None:
+    slugs = ["dspark-draft-multinomial", "dspark-accept-simulated", "a" * 50] * 4
+    lines = output.layout(("handle", "sites"), [("x", ", ".join(slugs))], 60)
+    assert " ".join(" ".join(lines).split()) == f"handle sites x {', '.join(slugs)}"
+
+
 @pytest.mark.parametrize("width", ["80", "120"])
 def test_tables_on_a_terminal_shorten_nothing_either(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], width: str
