@@ -67,7 +67,7 @@ class PolicyTables(_Section):
     sites: str | None = None
     """Policy: which sites are on. Absent leaves the decision to plugins and the registry's default."""
     transport: Transport | None = None
-    """How tensors travel: ``auto`` (default), ``group`` or ``grouped``."""
+    """How tensors travel: ``auto`` (default), ``one-shot``, ``grouped`` or ``group``."""
     timeout_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     """Seconds that ranks wait for each other at start-up and in host agreements. Default 30."""
     counters: bool | None = None

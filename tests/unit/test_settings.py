@@ -95,7 +95,7 @@ def test_a_time_out_is_a_positive_number(value: str) -> None:
 
 def test_unknown_transport() -> None:
     assert refusal({"SPECSYNC_TRANSPORT": "groupt"}) == (
-        "SPECSYNC_TRANSPORT: takes auto, group, grouped (did you mean 'group'?), not 'groupt'."
+        "SPECSYNC_TRANSPORT: takes auto, group, grouped, one-shot (did you mean 'group'?), not 'groupt'."
         " Unset it for the default."
     )
 
@@ -211,7 +211,10 @@ def test_models_match_in_file_order_and_any_case(tmp_path: Path) -> None:
         ("timeout_s = inf", ":1: key 'timeout_s': Input should be a finite number, not inf."),
         ("timeout_s = true", ":1: key 'timeout_s': Input should be a valid number, not True."),
         ('\ncounters = "on"', ":2: key 'counters': Input should be a valid boolean, not 'on'."),
-        ('transport = "fast"', ":1: key 'transport': Input should be 'auto', 'group' or 'grouped', not 'fast'."),
+        (
+            'transport = "fast"',
+            ":1: key 'transport': Input should be 'auto', 'group', 'grouped' or 'one-shot', not 'fast'.",
+        ),
         ("[presets]\nmine = 1", ":2: [presets] key 'mine': Input should be a valid string, not 1."),
         (
             '[algorithms.dflash]\nsitse = "all"\nsites = "all"',
