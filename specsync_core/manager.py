@@ -20,7 +20,7 @@ from specsync_core.algorithm import Algorithm
 from specsync_core.errors import PluginError, RegistryError, did_you_mean
 from specsync_core.hookspecs import PROJECT, BroadcastPoint, Specs
 from specsync_core.registry_files import RegistryFile, builtin_registry, merge_registries, read_registry
-from specsync_core.settings import read_environment
+from specsync_core.settings import disabled_plugins
 
 if TYPE_CHECKING:
     from specsync_core.facts import EngineFacts, Facts
@@ -66,10 +66,9 @@ def plugin_manager(environ: Mapping[str, str] | None = None) -> PluginManager:
     Raises:
         PluginError: a plugin cannot be imported or does not fit the hook specifications; names its
             distribution, entry point and cause.
-        PolicyError: a variable cannot be understood.
     """
     manager = PluginManager()
-    manager.load(disable=read_environment(environ).disable)
+    manager.load(disable=disabled_plugins(environ))
     return manager
 
 
@@ -81,7 +80,7 @@ def load_registry(manager: PluginManager | None = None) -> Registry:
 
     Raises:
         RegistryError: a registry is wrong, or two collide; names the files and their distributions.
-        PluginError, PolicyError: as `plugin_manager`.
+        PluginError: as `plugin_manager`.
     """
     manager = plugin_manager() if manager is None else manager
     return merge_registries([builtin_registry(), *manager.registry_files()])

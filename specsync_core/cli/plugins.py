@@ -9,13 +9,13 @@ import typer
 
 from specsync_core.cli.output import JsonOption, print_json, print_table
 from specsync_core.manager import PluginManager
-from specsync_core.settings import read_environment
+from specsync_core.settings import disabled_plugins
 
 
 def plugins(as_json: JsonOption = False) -> None:
     """List the installed plugins: where they come from, and the hooks that they implement."""
     manager = PluginManager(keep_going=True)
-    manager.load(read_environment().disable)
+    manager.load(disabled_plugins())
     found = manager.plugins()
     if as_json:
         print_json([asdict(info) for info in found])

@@ -113,6 +113,13 @@ def test_sites_of_an_unknown_algorithm(run: Run) -> None:
     )
 
 
+def test_sites_answers_whatever_the_environment_says(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPECSYNC_SITES", "dspark-plam")
+    monkeypatch.setenv("SPECSYNC_TIMEOUT_S", "soon")
+    assert fine(run("sites"))  # the message about the first one sends people here
+    assert fine(run("plugins"))
+
+
 def test_sites_as_json(run: Run, registry: Registry) -> None:
     found = data(run("sites", "--json"))
     assert [site["number"] for site in found["sites"]] == [site.number for site in registry.sites]
