@@ -20,6 +20,9 @@ class Firings:
     decisions: dict[str, list[str]] = field(default_factory=dict)
     """By `BroadcastPoint.proof`: the targets of which one must fire."""
 
+    late: list[str] = field(default_factory=list)
+    """Targets whose modules were imported only after the hooks were placed, so that they are not hooked."""
+
     def counter(self, point: BroadcastPoint) -> Callable[[], None]:
         """Return the function that a point's hook calls when it acts."""
         counts, target = self.counts, point.target
@@ -41,15 +44,17 @@ class Firings:
         return [target for target, count in self.counts.items() if count == 0]
 
     def as_json(self) -> dict[str, object]:
-        return {"counts": self.counts, "unproven": self.unproven(), "silent": self.silent()}
+        return {"counts": self.counts, "unproven": self.unproven(), "silent": self.silent(), "late": self.late}
 
 
 def conclude(evidence: Sequence[dict[str, object]], steps: int, decisions: dict[str, list[str]]) -> list[str]:
     """Return what is wrong with the ranks' evidence (`Firings.as_json`), by group rank; nothing when all is proven."""
     problems = []
     for rank, theirs in enumerate(evidence):
-        missing = theirs["unproven"]
+        missing, late = theirs["unproven"], theirs["late"]
         assert isinstance(missing, list)
+        assert isinstance(late, list)
+        problems += [f"group rank {rank}: {path} was imported after the start, so it is not hooked" for path in late]
         problems += [
             f"group rank {rank}: the {name} was never synchronised in {steps} decode steps: none of"
             f" {', '.join(decisions.get(name, ['its targets']))} fired"

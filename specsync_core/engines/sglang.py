@@ -113,6 +113,8 @@ class Adapter:
         self.points: list[BroadcastPoint] = []
         """The points that are hooked."""
         self.sync: SpecTpSync | None = None
+        self._absent: list[BroadcastPoint] = []
+        """Points of modules that the engine had not imported when the hooks were placed."""
         self._worker_class = worker_class
         self._store: GroupStore | None = None
         self._decode_steps = 0
@@ -155,7 +157,8 @@ class Adapter:
         candidates = find_points(manager, self.facts, KNOWN_VERSIONS)
         if self.groups.tp.world_size == 1:
             return Candidates(())
-        points = [point for point in candidates.points if not point.only_if_imported or is_imported(point)]
+        self._absent = [point for point in candidates.points if point.only_if_imported and not is_imported(point)]
+        points = [point for point in candidates.points if point not in self._absent]
         modes = self._plan.mode
         wanted = [
             point for point in points if point.when == "engine" or any(modes(site) != "off" for site in point.sites)
@@ -185,6 +188,7 @@ class Adapter:
         group = self.groups.attn_tp if self.groups.dp_attention else self.groups.tp
         assert group is not None
         assert self._plan is not None
+        self.firings.late += [point.target for point in self._absent if is_imported(point)]
         evidence: Sequence[dict[str, object]] = [self.firings.as_json()]
         if group.world_size > 1:
             evidence = store_of(group.cpu_group).exchange("hooks fired", evidence[0], self._plan.timeout_s)

@@ -84,7 +84,7 @@ def agree_to_start(attempt: Callable[[], Candidates], strict: bool, exchange: Ex
     except SpecSyncError as problem:
         error = f"{type(problem).__name__}: {problem}"
     refused = list(check_points(point for point in candidates.points))
-    own = {"error": error, "problems": list(candidates.problems), "refused": refused}
+    own: dict[str, Any] = {"error": error, "problems": list(candidates.problems), "refused": refused}
     theirs = [own] if exchange is None else exchange("engine start", own)
     if fatal := _by_rank(theirs, "error"):
         raise EngineError(f"the start was given up:\n{fatal}")

@@ -1,0 +1,3 @@
+from torchvision.transforms import InterpolationMode, functional
+
+__all__ = ["InterpolationMode", "functional"]
