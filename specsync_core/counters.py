@@ -165,8 +165,18 @@ class SiteCounter:
         totals = self._totals
         if self._device_totals is not None:
             totals = [host + device for host, device in zip(totals, self._device_totals.tolist(), strict=True)]
+        for counted in self._elsewhere:
+            totals = [here + there for here, there in zip(totals, counted.totals(), strict=True)]
         calls, nbytes, compared, mismatches, mismatched_calls = totals
-        return SiteStats(self._mode, calls, nbytes, compared, mismatches, mismatched_calls, self._first)
+        return SiteStats(self._mode, calls, nbytes, compared, mismatches, mismatched_calls, self._first_of_all())
+
+    def _first_of_all(self) -> FirstDivergence | None:
+        found = [] if self._first is None else [self._first]
+        for first in filter(None, (counted.first() for counted in self._elsewhere)):
+            step, call, position, index, own, rank0 = first
+            name = self._site.tensors[position].name
+            found.append(FirstDivergence(step, call, self._group_rank, name, index, own, rank0))
+        return min(found, key=lambda divergence: divergence.step, default=None)
 
 
 def _readable(element: Tensor) -> Any:

@@ -29,6 +29,7 @@ from specsync_core.plan import Plan, resolve_plan
 from specsync_core.registry import Site
 from specsync_core.transports import Choice, Transport, choose_transport
 from specsync_core.transports.base import CountingTransport, Move, copy_all_
+from specsync_core.transports.one_shot_draw import draw_then, find_draw_problem
 
 logger = logging.getLogger("specsync")
 
@@ -77,7 +78,7 @@ class SpecTpSync:
         self._group = select_group(groups)
         self._store: GroupStore | None = None
         if handshake and groups.tp.world_size > 1:
-            shake_hands(store_of(groups.tp.cpu_group), self.plan.summary(), self.plan.timeout_s)
+            shake_hands(store_of(groups.tp.cpu_group), self.plan)
             if self._group.world_size > 1:
                 self._store = store_of(self._group.cpu_group)
         if groups.tp.world_size > 1 and groups.tp.rank_in_group == 0 and (warning := self.plan.narrowing_warning()):
@@ -131,6 +132,42 @@ class SpecTpSync:
         """
         found = self._points.get(site) if isinstance(site, str) else None
         return found if found is not None else self._find_point(site)
+
+    def draw(
+        self, site: Site | str | int, scores_BV: Tensor, noise_BV: Tensor | None = None, *, out: Tensor | None = None
+    ) -> Tensor:
+        """Draw a token per row and return group rank 0's, the same on every rank.
+
+        The same, bit for bit, as taking ``argmax(scores)``, or ``argmax(scores / noise)`` in float32, and handing it
+        to `sync`; where the transport can, both are one launch. With ``noise ~ Exp(1)`` and scores in proportion to
+        probabilities that is a sample (exponential race).
+
+        Args:
+            site: a site of kind broadcast with one tensor ``[B]`` of int64.
+            scores_BV: float32, bfloat16 or float16; without NaN.
+            noise_BV: float32, above 0; None for a greedy draw.
+            out: int64 ``[B]`` contiguous, to write into; None makes a tensor, in a graph's own pool inside capture.
+
+        Returns:
+            int64 ``[B]``; this rank's own draw where the site is off or only audited.
+
+        Raises:
+            RegistryError, PayloadError, TransportError: as `sync`.
+
+        Graph: as `sync`: capturable once the same shapes were seen eagerly.
+        """
+        point = self.point(site)
+        if (problem := find_draw_problem(scores_BV, noise_BV)) is not None:
+            raise PayloadError(f"{self.plan.registry.site(site)}: {problem}.")
+        contiguous = scores_BV.is_contiguous() and (noise_BV is None or noise_BV.is_contiguous())
+        if isinstance(point, Point) and point.draws and contiguous:
+            tokens_B = scores_BV.new_empty(scores_BV.shape[0], dtype=torch.int64) if out is None else out
+            return point.draw(scores_BV, noise_BV, tokens_B)
+        tokens_B = draw_then(scores_BV, noise_BV)
+        if out is not None:
+            tokens_B = out.copy_(tokens_B)
+        point(tokens_B)
+        return tokens_B
 
     def _find_point(self, key: Site | str | int) -> PointCall:
         site = self.plan.registry.site(key)
@@ -248,6 +285,7 @@ class Point:
         self._overwrites = owner.plan.mode(site.slug) == "sync"
         self._compares = owner.plan.counters or not self._overwrites
         self._moves: dict[Signature, Move] = {}
+        self._fused: dict[tuple[Signature, bool], Any] = {}
 
     def __call__(self, *tensors: Tensor) -> Any:
         try:
@@ -290,21 +328,53 @@ class Point:
         label = describe(tensors)
         if (problem := self._problem(tensors)) is not None:
             raise problem
-        if tensors[0].is_cuda and torch.cuda.is_current_stream_capturing():
-            raise TransportError(
-                f"{self._site}: the first call with {label} is inside a graph capture, where buffers cannot be made."
-                " Run the step once eagerly with these shapes before capturing it."
-            )
-        if self._store is not None:
-            labels = self._store.exchange(f"payload of {self._site}", label, self._owner.plan.timeout_s)
-            if len(set(labels)) > 1:
-                brought = "; ".join(f"group rank {rank} {theirs}" for rank, theirs in enumerate(labels))
-                raise PayloadError(f"{self._site}: the ranks bring different payloads: {brought}.")
+        self._meet(label, tensors[0].device)
         packet = Packet(self._site.slug, label, sum(tensor.nbytes for tensor in tensors))
         with torch.inference_mode(False):  # buffers outlive the caller's mode
             move = self._bind(packet, tensors)
         self._moves[signature_of(tensors)] = move
         return move
+
+    def _meet(self, label: str, device: torch.device) -> None:
+        """Compare a payload that is new on this rank with what the other ranks bring."""
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise TransportError(
+                f"{self._site}: the first call with {label} is inside a graph capture, where buffers cannot be made."
+                " Run the step once eagerly with these shapes before capturing it."
+            )
+        if self._store is None:
+            return
+        labels = self._store.exchange(f"payload of {self._site}", label, self._owner.plan.timeout_s)
+        if len(set(labels)) > 1:
+            brought = "; ".join(f"group rank {rank} {theirs}" for rank, theirs in enumerate(labels))
+            raise PayloadError(f"{self._site}: the ranks bring different payloads: {brought}.")
+
+    @property
+    def draws(self) -> bool:
+        """Whether this point's transport can draw and sync in one launch; audit keeps each rank's own draw."""
+        return self._overwrites and hasattr(self._transport, "bind_draw")
+
+    def draw(self, scores_BV: Tensor, noise_BV: Tensor | None, out_B: Tensor) -> Tensor:
+        """Draw and sync in one launch; see `SpecTpSync.draw`."""
+        key = (signature_of((scores_BV,)), noise_BV is not None)
+        try:
+            if (fused := self._fused.get(key)) is None:
+                fused = self._fused[key] = self._admit_draw(scores_BV, noise_BV)
+            fused(scores_BV, noise_BV, out_B)
+        except (SpecSyncError, RuntimeError) as error:
+            self._give_up(error, (out_B,))
+        return out_B
+
+    def _admit_draw(self, scores_BV: Tensor, noise_BV: Tensor | None) -> Any:
+        label = f"a draw over {describe((scores_BV,) if noise_BV is None else (scores_BV, noise_BV))}"
+        self._meet(label, scores_BV.device)
+        transport: Any = self._transport
+        with torch.inference_mode(False):
+            fused, counted = transport.bind_draw(
+                self._site.slug, label, scores_BV, noisy=noise_BV is not None, count=self._compares
+            )
+        self._counter.add(counted)
+        return fused
 
     def _problem(self, tensors: Sequence[Any]) -> PayloadError | None:
         if (problem := find_problem(self._site, tensors)) is None:

@@ -6,6 +6,7 @@ wait there, compare, count and overwrite, all in one kernel. `one_shot_protocol`
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,7 @@ from specsync_core.payload import Packet, dtype_name
 from specsync_core.transports import one_shot_protocol as protocol
 from specsync_core.transports.base import Move, copy_all_
 from specsync_core.transports.one_shot_channel import Channel, open_channel
+from specsync_core.transports.one_shot_draw import Draw, make_draw
 from specsync_core.transports.one_shot_protocol import Header, chunks_of, lanes_of
 
 WAIT_S = 120.0
@@ -59,8 +61,15 @@ class OneShotTransport:
         self._device = torch.device("cuda", torch.cuda.current_device()) if channel is None else channel.inbox.device
         self.channel = channel if channel is not None else open_channel(group, self._device)
         self._rank, self._world = self.channel.rank, self.channel.world
-        self._wait_ns = int(wait_s * 1e9)
+        self.device_index = self._device.index or 0
+        self._stream_of = _stream_reader()
+        self.wait_ns = int(wait_s * 1e9)
+        self.dependent = torch.cuda.get_device_capability(self._device) >= (9, 0) and not os.environ.get("NO_PDL")
         self._record: Any = memoryview(self.channel.record.numpy())  # type: ignore[arg-type]
+
+    def stream(self) -> int:
+        """The handle of the current stream."""
+        return self._stream_of(self.device_index)
 
     def set_step(self, step: int) -> None:
         """Say what the engine's step is; the record of a first divergence holds it."""
@@ -100,6 +109,20 @@ class OneShotTransport:
         shapes = [(tensor.shape, tensor.dtype) for tensor in tensors]
         return move, OneShotCounted(packet, shapes, prepared.stats, self._rank, count)
 
+    def bind_draw(
+        self, slug: str, label: str, scores_BV: Tensor, *, noisy: bool, count: bool
+    ) -> tuple[Draw, Counted]:
+        """Prepare a fused draw of one shape and dtype; the ranks bind it together.
+
+        Raises:
+            PayloadError: more rows than one chunk carries.
+        """
+        stats = torch.zeros(protocol.STATS_WORDS, dtype=torch.int64, device=self._device)
+        draw = make_draw(self, slug, label, scores_BV, noisy, stats, count)
+        rows = scores_BV.shape[0]
+        tokens = [(torch.Size([rows]), torch.int64)]
+        return draw, OneShotCounted(Packet(slug, label, rows * 8), tokens, stats, self._rank, count)
+
     def _prepared(self, packet: Packet) -> _Prepared:
         return packet.scratch[self.name]  # type: ignore[no-any-return]
 
@@ -121,18 +144,19 @@ class OneShotTransport:
 
         widths = tuple(tensor.element_size() for tensor in tensors)
         block = block_for(1 + min(lanes, protocol.SLOT_LANES))
-        return launcher(Variant(widths, self._rank, self._world, block, mode, count), self._device.index or 0)
+        variant = Variant(widths, self._rank, self._world, block, mode, count, self.dependent)
+        return launcher(variant, self.device_index)
 
     def _mover(self, packet: Packet, tensors: Sequence[Tensor], mode: int, count: bool) -> Move:
         """Everything about a call that can be settled before it is."""
         prepared, channel, record = self._prepared(packet), self.channel, self._record
         launch = self._launcher(tensors, prepared.lanes, mode, count)
-        stream_of, index = _stream_reader(), self._device.index or 0
+        stream_of, index = self._stream_of, self.device_index
         sizes, header, lanes, scratch = prepared.sizes, prepared.header, prepared.lanes, prepared.scratch
         fixed = (
-            channel.inbox.data_ptr(), channel.table.data_ptr(), channel.state.data_ptr(),
-            prepared.stats.data_ptr(), channel.record.data_ptr(), self._wait_ns,
-        )
+            channel.inboxes, channel.state.data_ptr(), prepared.stats.data_ptr(), channel.record.data_ptr(),
+            self.wait_ns,
+        )  # fmt: skip
         fetched = tuple([tensor.data_ptr() for tensor in scratch])
 
         def move(tensors: Sequence[Tensor]) -> None:

@@ -26,8 +26,8 @@ class Channel:
     world: int
     inbox: Tensor
     """uint8 ``[INBOX_BYTES]``, symmetric memory that every rank of the group can store into."""
-    table: Tensor
-    """int64 ``[world]`` on the device: the address of every rank's inbox, as this rank sees it."""
+    inboxes: tuple[int, ...]
+    """The address of every rank's inbox, by group rank, as this rank sees it."""
     state: Tensor
     """int64 ``[1]`` on the device: the sequence."""
     record: Tensor
@@ -126,12 +126,11 @@ def open_channel(group: Group, device: torch.device) -> Channel:
     torch.cuda.synchronize(device)
     handle = symmetric.rendezvous(inbox, process_group.group_name)
     offset = inbox.data_ptr() - handle.buffer_ptrs[handle.rank]
-    table = torch.tensor([base + offset for base in handle.buffer_ptrs], dtype=torch.int64, device=device)
     channel = Channel(
         rank=group.rank_in_group,
         world=group.world_size,
         inbox=inbox,
-        table=table,
+        inboxes=tuple(base + offset for base in handle.buffer_ptrs),
         state=torch.zeros(1, dtype=torch.int64, device=device),
         record=torch.zeros(protocol.RECORD_WORDS, dtype=torch.int64).pin_memory(),
         keep=handle,

@@ -285,19 +285,19 @@ def _differing(bits, width, UNIT: tl.constexpr):
 
 
 @triton.jit
-def _fail(kind, sequence, own, theirs, inbox, table, record, RANK: tl.constexpr, WORLD: tl.constexpr):
+def _fail(kind, sequence, own, theirs, inboxes, record, RANK: tl.constexpr, WORLD: tl.constexpr):
     """Write what happened to this rank's host record and to every inbox, then the code that stops the group."""
     code = kind.to(tl.int64) | (RANK << 8) | (sequence.to(tl.int64) << 32)
     tl.store(_i64(record) + 1, own)
     tl.store(_i64(record) + 2, theirs)
     for rank in tl.static_range(WORLD):
-        entry = tl.load(_i64(table) + rank) + DETAILS + DETAIL_BYTES * RANK
+        entry = inboxes[rank] + DETAILS + DETAIL_BYTES * RANK
         _store_line(entry, code, own)
         _store_line(entry + LINE, theirs, theirs)
     tl.debug_barrier()
     order = _fence(kind)
     for rank in tl.static_range(WORLD):
-        _store_line(tl.load(_i64(table) + rank), code | (order - kind).to(tl.int64), code)
+        _store_line(inboxes[rank] + (order - kind).to(tl.int64), code, code)
     tl.store(_i64(record), code)
 
 
@@ -330,7 +330,7 @@ def _note_first(stats, record, lane, differs, own, theirs, BLOCK: tl.constexpr):
 
 @triton.jit
 def _send_chunk(
-    addresses, sizes, widths, header, table, sequence, begin, count,
+    addresses, sizes, widths, header, inboxes, sequence, begin, count,
     WORLD: tl.constexpr, BLOCK: tl.constexpr, UNIT: tl.constexpr,
 ):
     """Store one chunk into every peer's slot: line 0 is the header, line 1 + i the i-th lane of the chunk."""
@@ -344,7 +344,7 @@ def _send_chunk(
         low = (word & 0xFFFFFFFF) | tag
         high = ((word >> 32) & 0xFFFFFFFF) | tag
         for peer in tl.static_range(1, WORLD):
-            target = tl.load(_i64(table) + peer) + slot + line.to(tl.int64) * LINE
+            target = inboxes[peer] + slot + line.to(tl.int64) * LINE
             _store_line(tl.where(line <= count, target, 0), low, high)
 
 
@@ -360,29 +360,17 @@ def _clear_slot(slot, sequence, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def sync_kernel(
-    addresses, targets, sizes, header, lanes, inbox, table, state, stats, record, timeout_ns,
+def exchange(
+    addresses, targets, sizes, header, lanes, inboxes, state, stats, record, timeout_ns,
     widths: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr, BLOCK: tl.constexpr, UNIT: tl.constexpr,
     MODE: tl.constexpr, COUNT: tl.constexpr,
 ):
-    """Bring group rank 0's tensors to every rank of the group.
-
-    Args:
-        addresses: int64 each: this rank's tensors, contiguous.
-        targets: int64 each: where rank 0's values go in mode ``FETCH``; else the same as ``addresses``.
-        sizes: int32 each: bytes.
-        header: `Header.word` of the call.
-        lanes: of all tensors together.
-        inbox, table: this rank's inbox, and the device array of every rank's.
-        state: the group's sequence on this rank, one int64.
-        stats: this signature's counters.
-        record: int64 words in pinned host memory.
-        widths: element size of each tensor; ``UNIT`` is the smallest of them, at most 8.
-        MODE: ``OVERWRITE`` in place, ``COMPARE_ONLY``, or ``FETCH`` into ``targets``.
-        COUNT: compare with one's own values first, and count.
-    """
+    """One call of the protocol, by one program: see `sync_kernel` for the arguments."""
+    inbox = inboxes[RANK]
+    # Everything that does not depend on anything is loaded first: a load from the L2 costs a tenth of the call.
     sequence = tl.load(_i64(state)).to(tl.int32)
     code = _load_word(inbox)
+    calls = tl.load(_i64(stats))
     if RANK == 0:
         peers: tl.constexpr = triton.next_power_of_2(WORLD)
         peer = tl.arange(0, peers)
@@ -404,12 +392,12 @@ def sync_kernel(
                     ended = _await_ack(ack_line, ack, now, inbox, timeout_ns)
                     worst = tl.max(ended)
                     if worst == 0:
-                        _send_chunk(addresses, sizes, widths, header, table, now, begin, count, WORLD, BLOCK, UNIT)
+                        _send_chunk(addresses, sizes, widths, header, inboxes, now, begin, count, WORLD, BLOCK, UNIT)
                     else:
                         bad += 1
                         if worst == TIMED_OUT:
                             late = tl.max(tl.where(ended == TIMED_OUT, peer, 0)).to(tl.int64)
-                            _fail(worst + 1, now, header, late, inbox, table, record, RANK, WORLD)
+                            _fail(worst + 1, now, header, late, inboxes, record, RANK, WORLD)
                         else:
                             _relay(_load_word(inbox), inbox, record)
                 else:
@@ -447,20 +435,100 @@ def sync_kernel(
                                         _relay(_load_word(inbox), inbox, record)
                                     else:
                                         head = tl.where(worst == DIFFERENT, head, 0)
-                                        _fail(worst, now, header, head, inbox, table, record, RANK, WORLD)
+                                        _fail(worst, now, header, head, inboxes, record, RANK, WORLD)
                                 bad += 1
                     if bad == 0:
                         _clear_slot(slot, now, BLOCK)
                         if (now & (ACK_EVERY - 1)) == ACK_EVERY - 1:
                             order = _fence(now)
-                            ack_at = tl.load(_i64(table)) + ACKS + LINE * RANK
                             taken = (order + 1).to(tl.int64) & 0xFFFFFFFF
-                            _store_line(ack_at, taken, taken)
+                            _store_line(inboxes[0] + ACKS + LINE * RANK, taken, taken)
         if bad == 0:
             tl.store(_i64(state), (sequence + chunks).to(tl.int64))
-            calls = tl.load(_i64(stats))
             tl.store(_i64(stats), calls + 1)
             if COUNT:
                 if differing != 0:
                     tl.store(_i64(stats) + 1, tl.load(_i64(stats) + 1) + differing)
                     tl.store(_i64(stats) + 2, tl.load(_i64(stats) + 2) + 1)
+
+
+@triton.jit
+def sync_kernel(
+    addresses, targets, sizes, header, lanes, inboxes, state, stats, record, timeout_ns,
+    widths: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr, BLOCK: tl.constexpr, UNIT: tl.constexpr,
+    MODE: tl.constexpr, COUNT: tl.constexpr, DEPENDENT: tl.constexpr,
+):
+    """Bring group rank 0's tensors to every rank of the group. One program.
+
+    Args:
+        addresses: int64 each: this rank's tensors, contiguous.
+        targets: int64 each: where rank 0's values go in mode ``FETCH``; else the same as ``addresses``.
+        sizes: int32 each: bytes.
+        header: `Header.word` of the call.
+        lanes: of all tensors together.
+        inboxes: int64 each: every rank's inbox, by group rank, as this rank sees it.
+        state: the group's sequence on this rank, one int64.
+        stats: this signature's counters.
+        record: int64 words in pinned host memory.
+        widths: element size of each tensor; ``UNIT`` is the smallest of them, at most 8.
+        MODE: ``OVERWRITE`` in place, ``COMPARE_ONLY``, or ``FETCH`` into ``targets``.
+        COUNT: compare with one's own values first, and count.
+        DEPENDENT: launched before the kernel before it has ended (programmatic dependent launch); waits for it here.
+    """
+    if DEPENDENT:
+        tl.extra.cuda.gdc_wait()
+    exchange(
+        addresses, targets, sizes, header, lanes, inboxes, state, stats, record, timeout_ns,
+        widths, RANK, WORLD, BLOCK, UNIT, MODE, COUNT,
+    )
+
+
+@triton.jit
+def draw_kernel(
+    scores, noise, out, vocabulary, rows, cells, ticket, header, inboxes, state, stats, record, timeout_ns,
+    RANK: tl.constexpr, WORLD: tl.constexpr, BLOCK: tl.constexpr, MODE: tl.constexpr, COUNT: tl.constexpr,
+    DEPENDENT: tl.constexpr, SCORE: tl.constexpr, NOISY: tl.constexpr, SPAN: tl.constexpr, ROWS: tl.constexpr,
+):
+    """Take the argmax of each row of ``scores``, or of ``scores / noise``, and bring group rank 0's to every rank.
+
+    Programs ``(rows, spans)``: each folds its span of a row into the row's cell, the last one to finish does the
+    exchange. The lowest index wins a tie, as in ``torch.argmax``; a NaN wins over everything.
+
+    Args:
+        scores: address of ``[rows, vocabulary]``, contiguous, of type ``SCORE``; ``noise``: float32, of that shape.
+        out: address of int64 ``[rows]``.
+        cells: address of int64 ``[rows]``, the smallest int64 each before and after; ``ticket``: int32, 0 likewise.
+        SPAN: elements that a program reads at once; ROWS: a power of two, at least ``rows``.
+    """
+    if DEPENDENT:
+        tl.extra.cuda.gdc_wait()
+    row = tl.program_id(0)
+    column = tl.program_id(1) * SPAN + tl.arange(0, SPAN)
+    here = column < vocabulary
+    offset = row.to(tl.int64) * vocabulary + column
+    score = tl.load(scores.to(tl.pointer_type(SCORE)) + offset, mask=here, other=float("-inf")).to(tl.float32)
+    if NOISY:
+        divisor = tl.load(noise.to(tl.pointer_type(tl.float32)) + offset, mask=here, other=1.0)
+        score = tl.div_rn(score, divisor)
+    # Order floats as integers: -0 equals 0, and a NaN of either sign comes last.
+    score = tl.where(score == 0.0, 0.0, score)
+    bits = score.to(tl.int32, bitcast=True)
+    bits = tl.where(score != score, 0x7FFFFFFF, tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits))
+    key = (bits.to(tl.int64) << 32) | (0x7FFFFFFF - column).to(tl.int64)
+    best = tl.max(tl.where(here, key, -0x8000000000000000))
+    tl.atomic_max(_i64(cells) + row, best, sem="relaxed", scope="gpu")
+    tl.debug_barrier()
+    programs = tl.num_programs(0) * tl.num_programs(1)
+    before = tl.atomic_add(ticket.to(tl.pointer_type(tl.int32)), 1, sem="acq_rel", scope="gpu")
+    if before == programs - 1:
+        lane = tl.arange(0, ROWS)
+        mine = lane < rows
+        found = tl.load(_i64(cells) + lane, mask=mine, other=0, cache_modifier=".cg")
+        tl.store(_i64(out) + lane, 0x7FFFFFFF - (found & 0xFFFFFFFF), mask=mine)
+        tl.store(_i64(cells) + lane, tl.full([ROWS], -0x8000000000000000, tl.int64), mask=mine)
+        tl.store(ticket.to(tl.pointer_type(tl.int32)), 0)
+        tl.debug_barrier()  # the exchange reads the tokens back
+        exchange(
+            (out,), (out,), (rows * 8,), header, rows, inboxes, state, stats, record, timeout_ns,
+            (8,), RANK, WORLD, BLOCK, 8, MODE, COUNT,
+        )

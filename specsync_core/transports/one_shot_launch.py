@@ -35,6 +35,8 @@ class Variant:
     mode: int
     """`kernels.OVERWRITE`, `COMPARE_ONLY` or `FETCH`."""
     count: bool
+    dependent: bool = True
+    """Programmatic dependent launch: hides part of the launch behind the kernel before it. Compute capability 9.0."""
 
     @property
     def constants(self) -> dict[str, Any]:
@@ -46,38 +48,44 @@ class Variant:
             "UNIT": min(8, *self.widths),
             "MODE": self.mode,
             "COUNT": self.count,
+            "DEPENDENT": self.dependent,
         }
 
     @property
     def signature(self) -> dict[str, Any]:
         tensors = len(self.widths)
-        scalars = dict.fromkeys(("inbox", "table", "state", "stats", "record", "timeout_ns"), "i64")
+        scalars = dict.fromkeys(("state", "stats", "record", "timeout_ns"), "i64")
         return {
             "addresses": ("i64",) * tensors,
             "targets": ("i64",) * tensors,
             "sizes": ("i32",) * tensors,
             "header": "i64",
             "lanes": "i32",
+            "inboxes": ("i64",) * self.world,
             **scalars,
             **dict.fromkeys(self.constants, "constexpr"),
         }
 
 
+WARPS = {32: 1, 64: 2, 128: 4, 256: 8, 512: 16, 1024: 32, 2048: 32}
+"""Warps by lines per tile: one line a thread, for a thread waits for its lines one after the other."""
+
+
 def block_for(lines: int) -> int:
     """Lines that one tile takes: no larger than needed, for a wait ends with the slowest thread."""
-    return 128 if lines <= 128 else 256 if lines <= 256 else 1024
+    return next((block for block in WARPS if lines <= block), max(WARPS))
 
 
 def compile_variant(variant: Variant, target: Any = None) -> Any:
     """Compile without launching. ``target`` None is the current device; needs no device otherwise."""
     source = ASTSource(kernels.sync_kernel, variant.signature, variant.constants)
-    warps = {128: 4, 256: 8, 1024: 16}[variant.block]
-    return compile_source(source, warps, target)
+    return compile_source(source, WARPS[variant.block], variant.dependent, target)
 
 
-def compile_source(source: ASTSource, warps: int, target: Any = None) -> Any:
+def compile_source(source: ASTSource, warps: int, dependent: bool, target: Any = None) -> Any:
     # One stage: the software pipeliner must not move loads of a slot ahead of the wait for it.
-    return triton.compile(source, target=target, options={"num_warps": warps, "num_stages": 1})
+    options = {"num_warps": warps, "num_stages": 1, "launch_pdl": dependent}
+    return triton.compile(source, target=target, options=options)
 
 
 @cache
@@ -101,7 +109,8 @@ def bind_launch(compiled: Any, grid: tuple[int, int, int], constants: tuple[Any,
 
     def call(stream: int, *arguments: Any) -> None:
         launch(
-            *grid, stream, function, cooperative, dependent, None, None, metadata, None, None, None, *arguments, *constants
-        )
+            *grid, stream, function, cooperative, dependent, None, None, metadata, None, None, None, *arguments,
+            *constants,
+        )  # fmt: skip
 
     return call

@@ -35,7 +35,7 @@ def conformance(rank: int, world_size: int) -> dict[str, list[str]]:
     subgroup = dist.new_group(ranks)
     if rank in ranks:
         failures |= {
-            f"{name} in a sub-group": conform(build, TorchGroup(subgroup), CPU) for name, build in TRANSPORTS.items()
+            f"{name} in a sub-group": conform(build, TorchGroup(subgroup), CPU) for name, build in HOST.items()
         }
     return failures
 
@@ -169,5 +169,7 @@ def test_auto_falls_back_on_every_rank_when_one_rank_fails_and_says_why():
 
 def test_auto_raises_on_every_rank_when_nothing_works():
     for message, _ in run_ranks(choose, 2, args=(("grouped", "group"),)):
-        assert message.startswith("no transport passes its self-test: one-shot: every rank: it needs CUDA tensors; grouped:")
+        assert message.startswith(
+            "no transport passes its self-test: one-shot: every rank: it needs CUDA tensors; grouped:"
+        )
         assert "group rank 1: no peer access on this rank" in message
