@@ -51,6 +51,9 @@ class Recorder:
         slots: size of the ring in records (one per tensor, before and after; two per wait), 216 bytes each.
         run_id: any text that is equal on the ranks of one run and different in the next.
 
+    Raises:
+        RecordingError: the file cannot be made, e.g. for want of space.
+
     Graph: while a CUDA graph is being captured shapes alone are recorded, and no host read happens.
 
     Put it behind the fault injector in ``taps``, so that it sees injected values.
@@ -89,10 +92,15 @@ class Recorder:
             "started_s": time.time(),
             "sites": {str(s.number): [s.slug, s.kind, [spec.name for spec in s.tensors]] for s in sites},
         }
+        if slots < 1:
+            raise RecordingError(f"{path}: a ring of {slots} records holds nothing; give slots of at least 1.")
         header = fmt.write_header(fields, slots)
         self._slots = slots
         self._ring = len(header)
-        self._map: mmap.mmap | None = _create(self.path, header, self._ring + slots * fmt.SLOT_BYTES)
+        try:
+            self._map: mmap.mmap | None = _create(self.path, header, self._ring + slots * fmt.SLOT_BYTES)
+        except OSError as error:
+            raise RecordingError(f"{path}: the recording cannot be made: {error}. Choose another directory.") from error
 
     def before(self, site: Site, tensors: Sequence[Tensor], step: int) -> None:
         """Record this rank's own values, before the sync. Microseconds per CPU tensor; see ``values`` for others."""

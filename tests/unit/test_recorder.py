@@ -200,6 +200,21 @@ def test_a_new_recorder_leaves_a_mapped_older_file_alone(path):
     assert [record.kind for record in read_recording(path).records] == ["closed"]
 
 
+def test_a_recording_that_cannot_be_made(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RecordingError, match=r"rank-0001\.specsync: the recording cannot be made: .*Choose another"):
+        make(recording_path(tmp_path / "file", 1))
+    with pytest.raises(RecordingError, match="a ring of 0 records holds nothing"):
+        make(tmp_path / "a", slots=0)
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.posix_fallocate", full)
+    with pytest.raises(RecordingError, match="No space left on device"):
+        make(tmp_path / "a")
+
+
 def test_a_torn_record_is_left_out(path):
     recorder = make(path)
     for step in range(3):
