@@ -43,10 +43,18 @@ class ToyNetwork:
     """A draft network of another opinion than the target's; `noise` is this rank's own float noise."""
 
     def __init__(
-        self, vocab_size: int, *, seed: int = 2, max_gamma: int = 8, noise: float = 0.0, rank: int = 0
+        self,
+        vocab_size: int,
+        *,
+        seed: int = 2,
+        max_gamma: int = 8,
+        noise: float = 0.0,
+        rank: int = 0,
+        device: str | torch.device = "cpu",
     ) -> None:
         def noisy(*shape: int, offset: int) -> Tensor:
-            return table(*shape, seed=seed + offset) + table(*shape, seed=1000 + 10 * rank + offset, scale=noise)
+            own = table(*shape, seed=1000 + 10 * rank + offset, scale=noise)
+            return (table(*shape, seed=seed + offset) + own).to(device)
 
         self.block_VGV = noisy(vocab_size, max_gamma, vocab_size, offset=0)
         self.markov_VV = noisy(vocab_size, vocab_size, offset=1)
@@ -71,16 +79,18 @@ def make_batch(anchor_B: Tensor, temperatures_B: Tensor, prefix_lens_B: Tensor |
     )
 
 
-def make_context(sync, *, network=None, gamma=3, vocab_size=5, max_batch=8, seed=0, **options) -> SpeculatorContext:
+def make_context(
+    sync, *, network=None, gamma=3, vocab_size=5, max_batch=8, seed=0, device="cpu", **options
+) -> SpeculatorContext:
     return SpeculatorContext(
         sync=sync,
-        network=network if network is not None else ToyNetwork(vocab_size),
+        network=network if network is not None else ToyNetwork(vocab_size, device=device),
         gamma=gamma,
         vocab_size=vocab_size,
         max_batch=max_batch,
-        device=torch.device("cpu"),
-        gpu_id=0,
-        generator=torch.Generator().manual_seed(seed),
+        device=torch.device(device),
+        gpu_id=torch.device(device).index or 0,
+        generator=torch.Generator(device).manual_seed(seed),
         **options,
     )
 
