@@ -32,7 +32,7 @@ class Batch:
     """float32: 0 or less means greedy."""
 
     @property
-    def greedy_B(self) -> Tensor:
+    def greedy_B(self) -> Tensor:  # noqa: N802 - a tensor with its shape suffix
         """bool: which rows decode greedily."""
         return self.temperatures_B <= 0
 

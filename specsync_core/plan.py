@@ -117,6 +117,10 @@ class Plan:
         plugins = {plugin.name: f"{plugin.distribution} {plugin.version}" for plugin in self.plugins}
         return {**self._decisions(), "plugins": plugins}
 
+    def policy_origins(self) -> list[str]:
+        """Return where the sites' modes come from, each place once."""
+        return sorted({planned.mode.origin for planned in self.sites.values()})
+
     def differences(self, other: Plan | Mapping[str, Any], mine: str = "here", theirs: str = "there") -> list[str]:
         """Name what another plan, or another rank's `summary`, decides otherwise: a line for each difference.
 
@@ -125,7 +129,7 @@ class Plan:
             mine, theirs: how the lines call the two, e.g. ``on group rank 0``.
         """
         their_summary = other.summary() if isinstance(other, Plan) else other
-        return list(_differences(self.summary(), their_summary, mine, theirs))
+        return list(summary_differences(self.summary(), their_summary, mine, theirs))
 
     def with_dp_attention(self, dp_attention: bool) -> Plan:
         """Return the plan with its groups bound, once the engine's groups are known.
@@ -213,10 +217,13 @@ def _group(site: Site, dp_attention: bool | None) -> Setting[str]:
     return Setting("tp", "dp attention is off", (("attn_tp", "only under dp attention"),))
 
 
-def _differences(mine: Any, theirs: Any, my_name: str, their_name: str, path: tuple[str, ...] = ()) -> Iterator[str]:
+def summary_differences(
+    mine: Any, theirs: Any, my_name: str, their_name: str, path: tuple[str, ...] = ()
+) -> Iterator[str]:
+    """Compare two summaries; see `Plan.differences`."""
     if isinstance(mine, Mapping) and isinstance(theirs, Mapping):
         for key in [*mine, *(key for key in theirs if key not in mine)]:
-            yield from _differences(
+            yield from summary_differences(
                 mine.get(key, "absent"), theirs.get(key, "absent"), my_name, their_name, (*path, str(key))
             )
     elif mine != theirs:

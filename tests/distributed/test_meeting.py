@@ -1,14 +1,17 @@
 """Meetings over a group's store: exchange, absent ranks, and failures that reach the peers."""
 
 import time
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 
+from specsync_core import load_registry, resolve_plan
 from specsync_core.collectives import AbsentRankError, store_of
 from specsync_core.errors import PayloadError, PlanMismatchError, SpecSyncError, TransportError
 from specsync_core.groups import TorchGroup
 from specsync_core.handshake import shake_hands
+from specsync_core.plan import Plan, PluginVersion
 from specsync_core.testing import run_ranks
 
 
@@ -42,9 +45,14 @@ def test_an_absent_rank_is_named_on_every_rank_and_the_late_one_learns_of_it():
         assert "start: group rank 2 of 3 did not arrive within 1 s" in message
 
 
+def planned(policy: str, timeout_s: float, *plugins: PluginVersion) -> Plan:
+    environ = {"SPECSYNC_SITES": policy, "SPECSYNC_TIMEOUT_S": str(timeout_s)}
+    return replace(resolve_plan(load_registry(), environ=environ), plugins=plugins)
+
+
 def never_come(rank: int, world_size: int):
     if rank:
-        return caught(shake_hands, store_of(dist.group.WORLD), {"digest": "a"}, 1.0)
+        return caught(shake_hands, store_of(dist.group.WORLD), planned("all", 1))
     time.sleep(3)
     return None
 
@@ -58,21 +66,32 @@ def test_the_handshake_names_a_rank_that_never_arrives():
 
 
 def differ(rank: int, world_size: int):
-    mode = "off" if rank == 2 else "sync"
-    summary = {"sites": {"dspark-plan": {"mode": mode}, "dspark-mem": {"mode": "sync"}}, "plugins": {"dspark": "0.1.0"}}
+    plugins = [PluginVersion("dspark", "specsync-core", "0.1.0")]
     if rank == 1:
-        summary["plugins"] = {"dspark": "0.2.0", "medusa": "1.0"}
-    return caught(shake_hands, store_of(dist.group.WORLD), summary, 10.0)
+        plugins = [PluginVersion("dspark", "specsync-core", "0.2.0"), PluginVersion("medusa", "specsync-medusa", "1.0")]
+    policy = "all,-dspark-plan" if rank == 2 else "all"
+    return caught(shake_hands, store_of(dist.group.WORLD), planned(policy, 10, *plugins))
 
 
 def test_the_handshake_names_who_differs_in_what_on_every_rank():
     for kind, message, _ in run_ranks(differ, 3):
         assert kind is PlanMismatchError
-        assert "group rank 1: plugins.dspark is 0.2.0, on group rank 0 0.1.0" in message
-        assert "group rank 1: plugins.medusa is 1.0, on group rank 0 absent" in message
-        assert "group rank 2: sites.dspark-plan.mode is off, on group rank 0 sync" in message
+        assert "plugins dspark: specsync-core 0.1.0 on group rank 0, specsync-core 0.2.0 on group rank 1\n" in message
+        assert "plugins medusa: absent on group rank 0, specsync-medusa 1.0 on group rank 1\n" in message
+        assert "dspark-plan mode: sync on group rank 0, off on group rank 2\n" in message
         assert "dspark-mem" not in message
+        assert "Their policies come from: group rank 0: SPECSYNC_SITES" in message
         assert "Give every rank the same environment" in message
+
+
+def differ_everywhere(rank: int, world_size: int):
+    return caught(shake_hands, store_of(dist.group.WORLD), planned("all" if rank == 0 else "off", 10))
+
+
+def test_the_handshake_does_not_drown_the_reader():
+    for _, message, _ in run_ranks(differ_everywhere, 2):
+        assert message.count("\n") < 15
+        assert "more differences on group rank 1" in message
 
 
 def give_up(rank: int, world_size: int):

@@ -233,7 +233,8 @@ def plans(rank: int, world_size: int) -> object:
 def test_different_plans_raise_on_every_rank_and_name_the_site():
     for kind, message, _ in run_ranks(plans, 2):
         assert kind == PlanMismatchError.__name__
-        assert "group rank 1: sites.dspark-plan.mode is off, on group rank 0 sync" in message
+        assert "dspark-plan mode: sync on group rank 0, off on group rank 1\n" in message
+        assert "Their policies come from: group rank 0: SPECSYNC_SITES" in message
 
 
 def absent(rank: int, world_size: int) -> object:
