@@ -57,6 +57,9 @@ class GroupTransport:
         return scratch
 
     def _broadcast(self, tensor: Tensor) -> None:
-        if tensor.dtype not in ALL_TAKE:
-            tensor = tensor.reshape(-1).view(torch.uint8)
-        self._group.broadcast(tensor, src=0)
+        self._group.broadcast(takeable(tensor), src=0)
+
+
+def takeable(tensor: Tensor) -> Tensor:
+    """The same memory in a dtype that broadcasts take."""
+    return tensor if tensor.dtype in ALL_TAKE else tensor.reshape(-1).view(torch.uint8)

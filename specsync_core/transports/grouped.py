@@ -8,24 +8,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from specsync_core.groups import Group, TorchGroup
+from specsync_core.groups import Group
 from specsync_core.payload import Packet
 from specsync_core.transports.base import Transport, copy_all_
+from specsync_core.transports.communicators import (
+    Communicator,
+    OwnCommunicator,
+    engine_communicator,
+    has_own_bindings,
+)
 from specsync_core.transports.framed import FramedTransport
-from specsync_core.transports.group import GroupTransport
+from specsync_core.transports.group import GroupTransport, takeable
+from specsync_core.transports.one_shot_channel import process_group_of
 
 
-class CoalescedTransport(GroupTransport):
-    """All broadcasts of a call in one NCCL group call of the process group.
-
-    Graph: capturable; the wait joins the current stream and reads nothing on the host.
-    """
+class _Together(GroupTransport):
+    """All tensors of a call in one launch, each in its own place."""
 
     name = "grouped"
-
-    def __init__(self, group: TorchGroup) -> None:
-        super().__init__(group)
-        self._process_group = group.process_group
 
     def overwrite_(self, packet: Packet, tensors: Sequence[Tensor]) -> None:
         staged = [
@@ -42,9 +42,50 @@ class CoalescedTransport(GroupTransport):
         return scratch
 
     def _broadcast_all(self, tensors: Sequence[Tensor]) -> None:
-        with dist.distributed_c10d._coalescing_manager(self._process_group, device=tensors[0].device):
+        raise NotImplementedError
+
+
+class DirectTransport(_Together):
+    """One NCCL group call of a communicator, on the current stream: no other stream, no event.
+
+    Graph: capturable.
+    """
+
+    def __init__(self, group: Group, communicator: Communicator) -> None:
+        super().__init__(group)
+        self._communicator = communicator
+
+    def _broadcast_all(self, tensors: Sequence[Tensor]) -> None:
+        stream = torch.cuda.current_stream(tensors[0].device)
+        self._communicator.start()
+        try:
+            for tensor in tensors:
+                self._communicator.broadcast(tensor, stream)
+        finally:
+            self._communicator.end()
+
+
+class CoalescedTransport(_Together):
+    """All broadcasts of a call in one NCCL group call of a process group.
+
+    Graph: capturable; reads nothing on the host. Since torch 2.8 a call that waits runs on the current stream.
+    """
+
+    def __init__(self, group: Group, process_group: dist.ProcessGroup) -> None:
+        super().__init__(group)
+        self._process_group = process_group
+        self._root = dist.get_process_group_ranks(process_group)[0]
+
+    def _broadcast_all(self, tensors: Sequence[Tensor]) -> None:
+        if len(tensors) == 1:
+            self._broadcast(tensors[0])
+            return
+        with dist._coalescing_manager(self._process_group, device=tensors[0].device):  # type: ignore[attr-defined]
             for tensor in tensors:
                 self._broadcast(tensor)
+
+    def _broadcast(self, tensor: Tensor) -> None:
+        dist.broadcast(takeable(tensor), src=self._root, group=self._process_group)
 
 
 class PackedTransport:
@@ -78,6 +119,19 @@ class PackedTransport:
         return views  # type: ignore[no-any-return]
 
 
+def device_lane(group: Group) -> Transport:
+    """How tensors of a group's device travel together: the engine's communicator, the process group's coalescing, a
+    communicator of our own, or one packed buffer through the group's own broadcast."""
+    if (communicator := engine_communicator(group)) is not None:
+        return DirectTransport(group, communicator)
+    process_group = process_group_of(group)
+    if process_group is not None and dist.get_backend(process_group) == "nccl":
+        return CoalescedTransport(group, process_group)
+    if torch.cuda.is_available() and torch.version.hip is None and process_group is None and has_own_bindings():
+        return DirectTransport(group, OwnCommunicator(group))
+    return PackedTransport(group)
+
+
 class GroupedTransport:
     """One collective per call: frames on host tensors, an NCCL group call or a packed buffer on devices."""
 
@@ -85,8 +139,7 @@ class GroupedTransport:
 
     def __init__(self, group: Group) -> None:
         self._host = FramedTransport(group)
-        on_nccl = isinstance(group, TorchGroup) and not group.is_gloo
-        self._device: Transport = CoalescedTransport(group) if on_nccl else PackedTransport(group)  # type: ignore[arg-type]
+        self._device = device_lane(group)
 
     def _lane(self, tensors: Sequence[Tensor]) -> Transport:
         return self._host if tensors[0].device.type == "cpu" else self._device

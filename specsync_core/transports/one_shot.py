@@ -6,7 +6,6 @@ wait there, compare, count and overwrite, all in one kernel. `one_shot_protocol`
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -64,7 +63,7 @@ class OneShotTransport:
         self.device_index = self._device.index or 0
         self._stream_of = _stream_reader()
         self.wait_ns = int(wait_s * 1e9)
-        self.dependent = torch.cuda.get_device_capability(self._device) >= (9, 0) and not os.environ.get("NO_PDL")
+        self.dependent = torch.cuda.get_device_capability(self._device) >= (9, 0)
         self._record: Any = memoryview(self.channel.record.numpy())  # type: ignore[arg-type]
 
     def stream(self) -> int:

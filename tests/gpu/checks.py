@@ -6,12 +6,9 @@ Rank r of the world runs on GPU r modulo the number of GPUs; groups are NCCL gro
 from __future__ import annotations
 
 import random
-import re
-import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +20,7 @@ from specsync_core.errors import SpecSyncError
 from specsync_core.payload import Packet, describe
 from specsync_core.transports import choose_transport
 from specsync_core.transports.choose import TRANSPORTS
+from specsync_core.transports.communicators import has_own_bindings
 from specsync_core.transports.one_shot import OneShotTransport
 from specsync_core.transports.one_shot_protocol import SLOTS
 from tests.transport_conformance import conform, payloads, same, values
@@ -302,22 +300,90 @@ def one_stream(group: TorchGroup, device: torch.device) -> Found:
         transport.prepare(packet, own)
         transport.overwrite_(packet, own)
         torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        graph.enable_debug_mode()
+        graph = torch.cuda.CUDAGraph(keep_graph=True)
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             for _ in range(3):
                 own[0].add_(1)
                 transport.overwrite_(packet, own)
-        with tempfile.TemporaryDirectory() as folder:
-            dot = Path(folder) / "graph.dot"
-            graph.debug_dump(str(dot))
-            edges = re.findall(r'"?([\w]+)"?\s*->\s*"?([\w]+)"?', dot.read_text())
+        edges = edges_of(graph)
         if name == "one-shot" and len(edges) != 5:
             found.append(f"{name}: {len(edges)} edges, so not one kernel a call")
         branching = {end for side in zip(*edges, strict=True) for end in side if side.count(end) > 1}
         if branching or not edges:
             found.append(f"{name}: {len(branching)} of the graph's nodes have several neighbours ({len(edges)} edges)")
     return found
+
+
+def edges_of(graph: torch.cuda.CUDAGraph) -> list[tuple[int, int]]:
+    """The edges between a captured graph's nodes."""
+    from cuda.bindings import runtime
+
+    handle = graph.raw_cuda_graph()
+    counted = runtime.cudaGraphGetEdges(handle)
+    listed = runtime.cudaGraphGetEdges(handle, counted[-1])
+    return [(int(start), int(end)) for start, end in zip(listed[1], listed[2], strict=True)]
+
+
+def own_communicator(group: TorchGroup, device: torch.device) -> Found:
+    """A group that brings no device process group gets a communicator through NVIDIA's bindings."""
+    if not has_own_bindings():
+        return []
+
+    class Bare:
+        world_size, rank_in_group, cpu_group = group.world_size, group.rank_in_group, group.cpu_group
+
+        def broadcast(self, tensor: torch.Tensor, src: int = 0) -> None:
+            raise AssertionError("the communicator broadcasts")
+
+    build = TRANSPORTS["grouped"]
+    found = conform(build, Bare(), device)
+    original, TRANSPORTS["grouped"] = TRANSPORTS["grouped"], lambda _: build(Bare())
+    try:
+        return found + captured_table("grouped")(group, device)
+    finally:
+        TRANSPORTS["grouped"] = original
+
+
+def fused_draw(group: TorchGroup, device: torch.device) -> Found:
+    """Equal to draw, then sync, bit for bit: ties, infinities, zeros of both signs, noise, dtypes, sizes; captured."""
+    found, rank = [], group.rank_in_group
+    sync, plain = (synced(group, "all", transport) for transport in ("one-shot", "grouped"))
+    for rows, vocabulary in ((1, 1), (1, 129_280), (3, 1000), (64, 32_000), (200, 77), (5, 8193)):
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            for noisy in (False, True):
+                generator = torch.Generator(device).manual_seed(rank * 100 + rows)
+                scores = torch.empty(rows, vocabulary, dtype=dtype, device=device)
+                noise = torch.empty(rows, vocabulary, device=device) if noisy else None
+                out = torch.empty(rows, dtype=torch.int64, device=device)
+
+                def fill(turn: int, s=scores, n=noise, g=generator) -> None:
+                    s.copy_(torch.rand(s.shape, generator=g, device=device) if n is not None else
+                            torch.randint(-3, 3, s.shape, generator=g, device=device))
+                    if turn == 1:
+                        s[:, ::2] = -0.0
+                    if turn == 2:
+                        s[0] = float("-inf") if n is None else 0.0
+                    if n is not None:
+                        n.exponential_(generator=g).clamp_(min=1e-20)
+
+                graph = None
+                for turn in range(4):
+                    fill(turn)
+                    right = plain.draw("dspark-draft-sample", scores, noise)
+                    mine = sync.draw("dspark-draft-sample", scores, noise, out=out)
+                    if not torch.equal(mine, right) or mine is not out:
+                        found.append(f"{rows} x {vocabulary} {dtype} noisy={noisy} turn {turn}: {mine[:3]} {right[:3]}")
+                    if graph is None:
+                        graph = captured(lambda s=scores, n=noise, o=out: sync.draw("dspark-draft-sample", s, n, out=o))
+                    out.fill_(-1)
+                    graph.replay()
+                    if not torch.equal(out, right):
+                        found.append(f"{rows} x {vocabulary} {dtype} noisy={noisy} turn {turn}: replayed {out[:3]}")
+    stats = sync.stats()["dspark-draft-sample"]
+    first = stats.first_divergence
+    if rank and (stats.mismatches == 0 or first is None or first.tensor != "draft_tokens"):
+        found.append(f"{stats}")
+    return found[:6]
 
 
 def subgroup(rank: int, world_size: int) -> dict[str, Found]:

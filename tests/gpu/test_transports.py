@@ -17,7 +17,7 @@ pytestmark = [
 HEALTHY = (
     "one_shot_eager", "one_shot_captured", "grouped_eager", "grouped_captured", "group_eager", "group_captured",
     "sizes", "many_tensors", "interleaved", "back_pressure", "counters", "modes_and_transports", "auto_says_why",
-    "one_stream", "stress",
+    "one_stream", "own_communicator", "fused_draw", "stress",
 )  # fmt: skip
 FAILING = ("mismatched_call", "root_never_comes", "peer_never_comes")
 _results: dict[tuple[str, ...], list[dict[str, list[str]]] | RankError] = {}
