@@ -157,7 +157,7 @@ class Decoder:
         table = self.weights["embed"]
         local_N = tokens_N - self._first_entry
         mine_N = (local_N >= 0) & (local_N < len(table))
-        x_ND = table[local_N.clamp(0, len(table) - 1)] * mine_N[:, None]
+        x_ND = functional.embedding(local_N.clamp(0, len(table) - 1), table) * mine_N[:, None]
         x_ND = self._collectives.all_reduce(x_ND, f"{self.name} embedding")
         if "mask" not in self.weights:
             return x_ND
@@ -193,7 +193,7 @@ class Decoder:
 
     def markov(self, previous_N: Tensor) -> Tensor:
         """The low-rank head over the previous token: float ``[N, V]``. One all-gather."""
-        partial_Nv = self.weights["markov_in"][previous_N] @ self.weights["markov_out"].T
+        partial_Nv = functional.embedding(previous_N, self.weights["markov_in"]) @ self.weights["markov_out"].T
         return self._collectives.all_gather(partial_Nv, f"{self.name} markov head")
 
 

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing import parent_process
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -31,10 +31,15 @@ def nothing() -> None:
     """What a process does that is started for the imports of its server alone."""
 
 
-def main(world: World, rank: int, rendezvous: Path, folder: Path, pipe: Connection) -> None:
-    """What a rank's process does. It always leaves through ``os._exit``: closing a group with a lost peer may wait."""
+def main(world: World, rank: int, rendezvous: Path, folder: Path, litter: Sequence[Path], pipe: Connection) -> None:
+    """What a rank's process does. It always leaves through ``os._exit``: closing a group with a lost peer may wait.
+
+    Args:
+        folder: for recordings and logs.
+        litter: directories that the parent removes when it ends, and a rank when the parent was killed.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_exit_with_parent, args=(folder,), daemon=True).start()
+    threading.Thread(target=_exit_with_parent, args=(litter,), daemon=True).start()
     _write_to(log_path(folder, rank))
     code = 0
     try:
@@ -78,11 +83,12 @@ def _throttled(send: Callable[[int], None]) -> Callable[[int], None]:
     return report
 
 
-def _exit_with_parent(folder: Path) -> None:
+def _exit_with_parent(litter: Sequence[Path]) -> None:
     parent = parent_process()
     assert parent is not None
     parent.join()
-    shutil.rmtree(folder, ignore_errors=True)
+    for directory in litter:
+        shutil.rmtree(directory, ignore_errors=True)
     os._exit(1)
 
 

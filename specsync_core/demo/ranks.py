@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
-from multiprocessing import connection, forkserver, get_context
+from multiprocessing import connection, forkserver, get_context, util
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, SpawnContext
 from multiprocessing.process import BaseProcess
@@ -97,11 +97,12 @@ class _Processes:
         self.members: list[BaseProcess] = []
         self.pipes: dict[Connection, int] = {}
         context = _context(world)
+        litter = [folder, Path(util.get_temp_dir())] if _forks(world) else [folder]
         rendezvous = Path(tempfile.mkdtemp(prefix="meet-", dir=folder)) / "store"
         try:
             for rank in range(world.ranks):
                 receiver, sender = context.Pipe(duplex=False)
-                arguments = (world, rank, rendezvous, folder, sender)
+                arguments = (world, rank, rendezvous, folder, litter, sender)
                 member = context.Process(target=rank_process.main, args=arguments, daemon=True)
                 with _interrupts_held_back(world):
                     member.start()

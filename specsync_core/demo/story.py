@@ -197,12 +197,12 @@ class _Teller:
                 f"Healed: {_counts(ended.healed) or 'nothing, for nothing differed'}.{_unfired(ended)}",
             ]
         held = ended.equal and same.equal
+        data = ended.as_dict() | {"equals_unfaulted": same.equal}
         if not held:
             lines.append(self._narrow_hint())
-        data = ended.as_dict() | {"equals_unfaulted": same.equal}
         if plain is not None:
             greedy = compare_runs(reference.tokens, plain.tokens)
-            lines.append(f"Speculative and plain greedy tokens of the target are {greedy.describe()}.")
+            lines.append(f"Unfaulted, speculative and plain greedy tokens of the target are {greedy.describe()}.")
             held, data["equals_plain"] = held and greedy.equal, greedy.equal
         self._tell("sync_on", f"(b) Sync on ({self.options.sites}), {self.what}", lines, held, data)
         self._add_run("(b) sync on", ended)

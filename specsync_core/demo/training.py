@@ -130,22 +130,63 @@ def _fit(
     steps: int,
     report: Callable[[int, float], None],
 ) -> None:
-    """Adam with a warm-up and a cosine; changes ``weights`` in place."""
+    """Adam with a warm-up and a cosine. Changes ``weights`` in place.
+
+    On one thread: with two on a busy two-core machine the threads' barriers made it 3 to 15 times slower.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        _optimise(weights, loss, batches, steps, report)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _optimise(
+    weights: Weights,
+    loss: Callable[[Tensor], Tensor],
+    batches: Iterator[Tensor],
+    steps: int,
+    report: Callable[[int, float], None],
+) -> None:
     parameters = list(weights.values())
     for parameter in parameters:
         parameter.requires_grad_(True)
-    optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.01)
+    adam = _Adam(parameters)
     for step in range(steps):
-        rate = min(1.0, (step + 1) / max(1, steps // 20)) * (0.05 + 0.95 * math.cos(math.pi / 2 * step / steps))
-        optimizer.param_groups[0]["lr"] = LEARNING_RATE * rate
-        optimizer.zero_grad()
         value = loss(next(batches))
         value.backward()  # type: ignore[no-untyped-call]
-        torch.nn.utils.clip_grad_norm_([each for each in parameters if each.grad is not None], 1.0)
-        optimizer.step()
+        warm_up, cosine = (step + 1) / max(1, steps // 20), math.cos(math.pi / 2 * step / steps)
+        adam.step(LEARNING_RATE * min(1.0, warm_up) * (0.05 + 0.95 * cosine))
         report(step + 1, value.item())
     for parameter in parameters:
         parameter.requires_grad_(False)
+
+
+class _Adam:
+    """Adam on clipped gradients. Our own, because importing ``torch.optim`` imports a compiler for seconds."""
+
+    def __init__(self, parameters: Sequence[Tensor], decays: tuple[float, float] = (0.9, 0.98)) -> None:
+        self._parameters = parameters
+        self._moments = [(torch.zeros_like(each), torch.zeros_like(each)) for each in parameters]
+        self._decays = decays
+        self._steps = 0
+
+    @torch.no_grad()
+    def step(self, rate: float) -> None:
+        """Move every parameter that has a gradient, and drop the gradients."""
+        self._steps += 1
+        norm = math.sqrt(sum(float(each.grad.square().sum()) for each in self._parameters if each.grad is not None))
+        first, second = self._decays
+        for parameter, (mean, square) in zip(self._parameters, self._moments, strict=True):
+            if parameter.grad is None:
+                continue
+            gradient = parameter.grad * min(1.0, 1 / (norm + 1e-9))
+            mean.lerp_(gradient, 1 - first)
+            square.lerp_(gradient.square(), 1 - second)
+            scale = (square / (1 - second**self._steps)).sqrt_().add_(1e-8)
+            parameter.addcdiv_(mean, scale, value=-rate / (1 - first**self._steps))
+            parameter.grad = None
 
 
 def trained_weights(world: World, kind: Literal["block", "causal"], steps: int, report: Report) -> bytes:
