@@ -1,11 +1,17 @@
 """How many tokens of each request's block are verified, and how many of the batch are worth it.
 
-Shape letters: B requests, G drafted tokens per block.
+A plan that ends a block must not know the draft behind its end. Whether a draft is verified may depend on the drafts
+before it, on other requests and on earlier steps; were the draft's own token to decide, unlikely tokens would be
+skipped more often than others, and sampled output would no longer follow the target. So a confidence looks at what
+is before its draft only, and the budget at the confidences of an earlier step.
+
+Shape letters: B requests, G drafted tokens per block, V vocabulary.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -54,6 +60,14 @@ class CostTable:
         return self.steps_per_second[min(bisect_left(self.batch_tokens, tokens), len(self.batch_tokens) - 1)]
 
 
+def step_confidence(step_logits_BGV: Tensor) -> Tensor:
+    """How sure the draft is at each step, before it draws: the probability of its likeliest token, ``[B, G]``.
+
+    Where a row is greedy that is the probability of its token. The logits depend on the tokens drawn before.
+    """
+    return torch.softmax(step_logits_BGV.float(), dim=-1).amax(dim=-1)
+
+
 def survival(confidence_BG: Tensor) -> Tensor:
     """The chance that each draft is reached and accepted: the running product of confidence, float32 ``[B, G]``."""
     return confidence_BG.float().cumprod(dim=1)
@@ -98,7 +112,8 @@ def throughput_budget(survival_BG: Tensor, table: CostTable, limits: VerifyLimit
     in its bits all the same, the budget may differ; it feeds `verify_lens` alone, which is synced. An engine that
     derives anything else from the budget, such as a graph size, must take it from the synced lengths.
 
-    Reads the survival values on the host.
+    Args:
+        survival_BG: float, of an earlier step; reading it on the host then waits for nothing that is still running.
     """
     batch = survival_BG.shape[0]
     values = survival_BG[:, : limits.max_len].reshape(-1).double().cpu()
@@ -106,3 +121,33 @@ def throughput_budget(survival_BG: Tensor, table: CostTable, limits: VerifyLimit
     tau = [float(batch), *(batch + values.cumsum(dim=0)).tolist()]
     gains = [expected * table.lookup(batch + drafts) for drafts, expected in enumerate(tau)]
     return max(range(len(gains)), key=gains.__getitem__)
+
+
+class VerifyPlanner:
+    """Plans step by step: this step's confidences share out a budget that the step before has earned."""
+
+    def __init__(self, costs: CostTable, limits: VerifyLimits) -> None:
+        self._costs = costs
+        self._limits = limits
+        self._earlier_ids: tuple[int, ...] = ()
+        self._earlier_BG: Tensor | None = None
+
+    def plan(self, sync: SpecTpSync, request_ids: Sequence[int], confidence_BG: Tensor) -> Tensor:
+        """The agreed verify lengths of this step: int32 ``[B]``.
+
+        Args:
+            request_ids: which request each row is, to find it in the step before; a new one counts as certain.
+            confidence_BG: float in [0, 1]; must not depend on the draft that it stands for, see above.
+        """
+        survival_BG = survival(confidence_BG)
+        budget = throughput_budget(self._earlier(request_ids, survival_BG), self._costs, self._limits)
+        self._earlier_ids, self._earlier_BG = tuple(request_ids), survival_BG
+        return verify_lens(sync, survival_BG, budget, self._limits)
+
+    def _earlier(self, request_ids: Sequence[int], survival_BG: Tensor) -> Tensor:
+        if self._earlier_BG is None:
+            return torch.ones_like(survival_BG)
+        row_of = {request_id: row for row, request_id in enumerate(self._earlier_ids)}
+        rows_B = torch.tensor([row_of.get(request_id, -1) for request_id in request_ids], dtype=torch.int64)
+        certain_1G = survival_BG.new_ones(1, survival_BG.shape[1])  # the last row, which -1 picks
+        return torch.cat((self._earlier_BG, certain_1G))[rows_B.to(survival_BG.device)]

@@ -22,7 +22,7 @@ from specsync_dspark import accept as accepts
 from specsync_dspark.draws import DraftBlock, draft_block
 from specsync_dspark.epilogue import AcceptEpilogue
 from specsync_dspark.folded import FoldedSampler
-from specsync_dspark.planner import CostTable, VerifyLimits, survival, throughput_budget, verify_lens
+from specsync_dspark.planner import CostTable, VerifyLimits, VerifyPlanner, step_confidence
 
 DEFAULT_COSTS = CostTable(
     batch_tokens=(1, 2, 4, 8, 16, 32, 64, 128, 256),
@@ -50,9 +50,8 @@ class DSparkSpeculator:
         """
         self.width = context.gamma + 1
         self._context = context
-        self._costs = costs
         self._fast_sampling = fast_sampling
-        self._limits = VerifyLimits(max_len=self.width)
+        self._planner = VerifyPlanner(costs, VerifyLimits(max_len=self.width))
         self._greedy_sampler: FoldedSampler | None = None
         self._sampler: FoldedSampler | None = None
         self._epilogue: AcceptEpilogue | None = None
@@ -90,10 +89,11 @@ class DSparkSpeculator:
         sampling = decisions.Sampling.of(batch.temperatures_B)
         block = self._draft_block(batch, sampling)
         candidates_BS = torch.cat((batch.anchor_B.unsqueeze(1), block.tokens_BG), dim=1)
+        confidence_BG = step_confidence(block.logits_BGV)
         return Draft(
             tokens_BW=candidates_BS,
             parents_BW=decisions.chain_parents(candidates_BS),
-            verify_lens_B=self._plan(block),
+            verify_lens_B=self._planner.plan(self._context.sync, batch.request_ids, confidence_BG),
             state=_DraftState(block, sampling),
         )
 
@@ -112,13 +112,6 @@ class DSparkSpeculator:
             context.generator,
             fast_sampling=self._fast_sampling,
         )
-
-    def _plan(self, block: DraftBlock) -> Tensor:
-        """Confidence is the draft's own probability of its token, at temperature 1."""
-        probs_BGV = torch.softmax(block.logits_BGV.float(), dim=-1)
-        survival_BG = survival(probs_BGV.gather(2, block.tokens_BG.unsqueeze(2)).squeeze(2))
-        budget = throughput_budget(survival_BG, self._costs, self._limits)
-        return verify_lens(self._context.sync, survival_BG, budget, self._limits)
 
     def accept(self, batch: Batch, draft: Draft, target_logits_BWV: Tensor) -> Verdict:
         state = cast(_DraftState, draft.state)

@@ -4,7 +4,16 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from specsync_dspark.planner import CostTable, VerifyLimits, plan_verify_lens, survival, throughput_budget, verify_lens
+from specsync_dspark.planner import (
+    CostTable,
+    VerifyLimits,
+    VerifyPlanner,
+    plan_verify_lens,
+    step_confidence,
+    survival,
+    throughput_budget,
+    verify_lens,
+)
 
 from tests.unit.plugins.support import LoneSync
 
@@ -91,6 +100,25 @@ def test_the_plan_is_agreed_and_its_budget_is_not():
     assert sync.slugs == []
     assert verify_lens(sync, chances, budget, VerifyLimits(3)).tolist() == [2, 2, 2]
     assert sync.slugs == ["dspark-plan"]
+
+
+def test_confidence_is_that_of_the_likeliest_token_whatever_was_drawn():
+    assert step_confidence(torch.tensor([[[0.0, 0.0], [9.0, 0.0]]])).tolist() == [
+        pytest.approx([0.5, 0.99988], abs=1e-4)
+    ]
+
+
+def test_the_budget_is_earned_by_the_step_before_request_by_request():
+    costs = CostTable((2, 3, 4), (10.0, 9.0, 1.0))  # of two requests one draft pays off, if it is likely; more never do
+    sure, unsure = [0.9, 0.9], [0.1, 0.1]
+    planner, sync = VerifyPlanner(costs, VerifyLimits(max_len=3)), LoneSync()
+    assert planner.plan(sync, (7, 8), torch.tensor([unsure, unsure])).tolist() == [2, 1]  # unknown, so certain
+    assert planner.plan(sync, (8, 7), torch.tensor([sure, sure])).tolist() == [1, 1]
+    assert planner.plan(sync, (7, 9), torch.tensor([unsure, sure])).tolist() == [1, 2]
+    assert planner.plan(sync, (7,), torch.tensor([sure])).tolist() == [2]
+    assert planner.plan(sync, (), torch.empty(0, 2)).tolist() == []
+    assert planner.plan(sync, (7,), torch.tensor([sure])).tolist() == [3]
+    assert sync.slugs == ["dspark-plan"] * 6
 
 
 def test_an_empty_batch_is_planned_too():

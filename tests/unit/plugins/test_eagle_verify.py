@@ -170,6 +170,8 @@ def test_a_length_that_has_diverged_stays_within_the_tree():
     assert committed.commit_lens_B.tolist() == [3]
     assert int(committed.tokens_BC.min()) >= 0
     assert 0 <= int(committed.path_BC.min()) <= int(committed.path_BC.max()) < 3
+    astray = tree_verdict(tree, honest._replace(accept_index=honest.accept_index + 100))
+    assert int(astray.path_BC.max()) < 3
 
 
 def test_simulated_acceptance_follows_first_children_and_is_agreed():

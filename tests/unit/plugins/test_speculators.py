@@ -8,6 +8,7 @@ import specsync_dflash
 import specsync_dspark
 import specsync_eagle
 import torch
+from specsync_dspark.planner import CostTable
 from specsync_dspark.speculator import DSparkSpeculator
 
 from tests.toy_models import ToyTarget, decode, make_batch, make_context
@@ -55,6 +56,26 @@ def test_sampled_rows_of_a_mixed_batch_follow_the_target_and_greedy_rows_decode_
     assert_distributed(tokens_BN[:rows, :1], probs_VV[0])
     assert_distributed(tokens_BN[:rows], probs_VV[0].unsqueeze(1) * probs_VV)
     assert tokens_BN[rows:].tolist() == [target.greedy(0, 2)] * greedy_rows
+
+
+def test_a_plan_that_cuts_blocks_short_leaves_the_targets_distribution_as_it_is():
+    """Which drafts are verified must not depend on what they are: a plan by their own probability fails here."""
+    rows, temperature, sync = 60_000, 0.9, LoneSync()
+    target = ToyTarget.seeded(5)
+    # A step's time grows with its tokens, so that of drafts only the likelier half is worth it.
+    sizes = tuple(range(rows, 4 * rows + 1, rows // 20))
+    costs = CostTable(sizes, tuple(1e6 / (rows + size) for size in sizes))
+    speculator = DSparkSpeculator(make_context(sync, max_batch=rows), costs=costs)
+    temperatures_B = torch.full((rows,), temperature)
+    tokens_BN = decode(speculator, target, torch.zeros(rows).long(), temperatures_B, 6)
+    plans = [tensors[0] for slug, tensors in sync.calls if slug == "dspark-plan"]
+    assert min(len(set(plan.tolist())) for plan in plans[1:]) > 1
+    probs_VV = target.probabilities(temperature)
+    ahead_V = torch.linalg.matrix_power(probs_VV, 4)[0]
+    assert_distributed(tokens_BN[:, 3:4], ahead_V)
+    for first, second in ((3, 4), (4, 5)):
+        ahead_V = torch.linalg.matrix_power(probs_VV, first + 1)[0]
+        assert_distributed(tokens_BN[:, [first, second]], ahead_V.unsqueeze(1) * probs_VV)
 
 
 @pytest.mark.parametrize("way", WAYS)
