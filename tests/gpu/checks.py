@@ -291,7 +291,7 @@ def auto_says_why(group: TorchGroup, device: torch.device) -> Found:
 
 
 def one_stream(group: TorchGroup, device: torch.device) -> Found:
-    """The captured graph of a call is one chain: no event joins another stream."""
+    """A replayed graph runs on one stream; with one-shot it is one chain of one kernel a call."""
     found = []
     for name in ("one-shot", "grouped"):
         transport = TRANSPORTS[name](group)
@@ -306,11 +306,13 @@ def one_stream(group: TorchGroup, device: torch.device) -> Found:
                 own[0].add_(1)
                 transport.overwrite_(packet, own)
         edges = edges_of(graph)
-        if name == "one-shot" and len(edges) != 5:
-            found.append(f"{name}: {len(edges)} edges, so not one kernel a call")
-        branching = {end for side in zip(*edges, strict=True) for end in side if side.count(end) > 1}
-        if branching or not edges:
-            found.append(f"{name}: {len(branching)} of the graph's nodes have several neighbours ({len(edges)} edges)")
+        graph.instantiate()
+        graph.replay()
+        if len(streams := streams_of(graph.replay)) != 1:
+            found.append(f"{name}: the replay's kernels ran on the streams {streams}; {edges}; {kinds_of(graph)}")
+        branches = [node for side in zip(*edges, strict=True) for node in side if side.count(node) > 1]
+        if name == "one-shot" and (len(edges) != 5 or branches):
+            found.append(f"{name}: not one chain of one kernel a call: {edges}")
     return found
 
 
@@ -322,6 +324,26 @@ def edges_of(graph: torch.cuda.CUDAGraph) -> list[tuple[int, int]]:
     counted = runtime.cudaGraphGetEdges(handle)
     listed = runtime.cudaGraphGetEdges(handle, counted[-1])
     return [(int(start), int(end)) for start, end in zip(listed[1], listed[2], strict=True)]
+
+
+def kinds_of(graph: torch.cuda.CUDAGraph) -> list[str]:
+    from cuda.bindings import runtime
+
+    handle = graph.raw_cuda_graph()
+    nodes = runtime.cudaGraphGetNodes(handle, runtime.cudaGraphGetNodes(handle)[-1])[1]
+    return [f"{int(node)} {runtime.cudaGraphNodeGetType(node)[1].name}" for node in nodes]
+
+
+def streams_of(call: Callable[[], Any]) -> set[int]:
+    """The streams that a call's kernels ran on."""
+    from torch.profiler import ProfilerActivity, profile
+
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        call()
+        torch.cuda.synchronize()
+    events = profiler.profiler.kineto_results.events()
+    return {event.device_resource_id() for event in events if event.device_type() == torch.autograd.DeviceType.CUDA}
 
 
 def own_communicator(group: TorchGroup, device: torch.device) -> Found:

@@ -22,12 +22,12 @@ LAYERS = (
     {"handshake", "consensus", "memory", "sync", "decisions", "replay"},
     {"diagnostics"},
     {"engines"},
-    {"demo", "cli", "testing"},
+    {"demo", "cli", "testing", "bench"},
 )
 """Modules and packages of the core, the lowest layer first."""
 
-DISTRIBUTED = {"collectives", "groups", "transports", "demo", "testing"}
-"""May use torch.distributed. The last two start and end process groups, as an engine does."""
+DISTRIBUTED = {"collectives", "groups", "transports", "demo", "testing", "bench"}
+"""May use torch.distributed. The last three measure it or start and end process groups, as an engine does."""
 
 ENVIRONMENT = {"settings", "demo", "testing"}
 """May use the process's environment: settings reads it, the others set it for the processes that they start."""

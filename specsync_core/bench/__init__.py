@@ -1,0 +1,1 @@
+"""``specsync bench``: what a sync costs on this machine, every row of one run."""

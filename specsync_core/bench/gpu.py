@@ -1,0 +1,198 @@
+"""The rows that are measured on GPUs. Runs on every rank; returns microseconds by row and batch size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from specsync_core.bench.step import VOCABULARY, Draw, Step, Sync
+from specsync_core.bench.timing import Call, graph_us, host_us
+from specsync_core.groups import TorchGroup
+from specsync_core.payload import Packet, describe
+from specsync_core.transports.communicators import OwnCommunicator, has_own_bindings
+from specsync_core.transports.grouped import CoalescedTransport, DirectTransport
+from specsync_core.transports.one_shot import OneShotTransport
+
+BATCHES = (1, 16, 64, 2048)
+STEP_BATCHES = (1, 16, 64)
+HOST_BATCH = 16
+
+Rows = dict[str, dict[int, float]]
+"""Microseconds by row's key and batch size."""
+
+
+def measure(rank: int, world_size: int, quick: bool) -> Rows:
+    """Measure every row on this rank, all ranks together."""
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    group = TorchGroup(dist.new_group(backend="nccl"), cpu_group=dist.group.WORLD)
+    bench = _Bench(group, device)
+    for batch in BATCHES[1:2] if quick else BATCHES:
+        bench.calls(batch)
+    for batch in STEP_BATCHES[1:2] if quick else STEP_BATCHES:
+        bench.steps(batch)
+    return bench.rows
+
+
+class _Bench:
+    def __init__(self, group: TorchGroup, device: torch.device) -> None:
+        self.rows: Rows = {}
+        self._group, self._device = group, device
+        self._root = group.ranks[0]
+        self._one_shot = OneShotTransport(group)
+        self._grouped = CoalescedTransport(group, group.process_group)
+        self._direct = OwnCommunicator(group) if has_own_bindings() else None
+
+    def _meet(self) -> None:
+        dist.barrier(group=self._group.cpu_group)
+
+    def _graph(self, key: str, batch: int, call: Call, repeats: int = 50, per: int = 1) -> None:
+        self.rows.setdefault(key, {})[batch] = graph_us(call, self._meet, repeats) / per
+
+    def _host(self, key: str, batch: int, call: Call) -> None:
+        self.rows.setdefault(key, {})[batch] = host_us(call, self._meet)
+
+    def _both(self, key: str, batch: int, call: Call) -> None:
+        self._graph(key, batch, call)
+        if batch == HOST_BATCH:
+            self._host(f"host {key}", batch, call)
+
+    def _tensors(self, count: int, batch: int) -> tuple[Tensor, ...]:
+        return tuple(torch.arange(batch, device=self._device) + self._group.rank_in_group for _ in range(count))
+
+    def _broadcast(self, tensors: Sequence[Tensor]) -> None:
+        for tensor in tensors:
+            dist.broadcast(tensor, self._root, group=self._group.process_group)
+
+    def calls(self, batch: int) -> None:
+        """One tensor and three, in every way there is."""
+        floor = torch.zeros(128, device=self._device)
+        self._both("floor", batch, lambda: floor.add_(1))
+        for count in (1, 3):
+            own = self._tensors(count, batch)
+            packet = Packet("bench", describe(own), sum(tensor.nbytes for tensor in own))
+            self._both(f"pg {count}", batch, lambda own=own: self._broadcast(own))  # type: ignore[misc]
+            for name, transport in self._grouped_ways(count):
+                transport.prepare(packet, own)
+                self._both(f"{name} {count}", batch, lambda t=transport, p=packet, o=own: t.overwrite_(p, o))  # type: ignore[misc]
+            for name, counting in (("one-shot", False), ("one-shot counting", True)):
+                move, _ = self._one_shot.bind(packet, own, overwrite=True, count=counting)
+                self._both(f"{name} {count}", batch, lambda m=move, o=own: m(o))  # type: ignore[misc]
+        self._direct_one_by_one(batch)
+        self._ping_pong(batch)
+        self._signal(batch)
+
+    def _grouped_ways(self, count: int) -> list[tuple[str, Any]]:
+        ways: list[tuple[str, Any]] = [("grouped", self._grouped)] if count > 1 else []
+        return ways + ([("nccl", DirectTransport(self._group, self._direct))] if self._direct else [])
+
+    def _direct_one_by_one(self, batch: int) -> None:
+        if (direct := self._direct) is None:
+            return
+        own = self._tensors(3, batch)
+
+        def call() -> None:
+            stream = torch.cuda.current_stream()
+            for tensor in own:
+                direct.broadcast(tensor, stream)
+
+        self._both("nccl one by one 3", batch, call)
+
+    def _ping_pong(self, batch: int) -> None:
+        """Rank 0 to all, then the last rank to all: the time of one way."""
+        if self._group.world_size != 2:
+            return
+        (own,) = self._tensors(1, batch)
+        last = self._group.ranks[-1]
+
+        def both_ways() -> None:
+            dist.broadcast(own, self._root, group=self._group.process_group)
+            dist.broadcast(own, last, group=self._group.process_group)
+
+        self._graph("pg ping-pong", batch, both_ways, per=2)
+        back = OneShotTransport(self._group)
+        channel = back.channel
+        turned = replace(channel, rank=channel.world - 1 - channel.rank, inboxes=channel.inboxes[::-1])
+        moves = []
+        for transport in (OneShotTransport(self._group), OneShotTransport(self._group, channel=turned)):
+            packet = Packet("bench", describe((own,)), own.nbytes)
+            moves.append(transport.bind(packet, (own,), overwrite=True, count=False)[0])
+        self._graph("one-shot ping-pong", batch, lambda: [move((own,)) for move in moves], per=2)
+
+    def _signal(self, batch: int) -> None:
+        """torch's own symmetric memory: copy into the peer, then a signal."""
+        import torch.distributed._symmetric_memory as symmetric
+
+        if self._group.world_size != 2:
+            return
+        inbox = symmetric.empty(batch, dtype=torch.int64, device=self._device)
+        handle = symmetric.rendezvous(inbox, self._group.process_group.group_name)
+        (own,) = self._tensors(1, batch)
+        theirs = handle.get_buffer(1, (batch,), torch.int64)
+
+        def call() -> None:
+            if self._group.rank_in_group == 0:
+                theirs.copy_(own)
+                handle.put_signal(dst_rank=1, channel=0)
+                handle.wait_signal(src_rank=1, channel=1)
+            else:
+                handle.wait_signal(src_rank=0, channel=0)
+                own.copy_(inbox)
+                handle.put_signal(dst_rank=0, channel=1)
+
+        self._graph("signal 1", batch, call, repeats=30)
+
+    def steps(self, batch: int) -> None:
+        """The DSpark-shaped step, synced in every way."""
+        step = Step(batch, self._device, seed=self._group.rank_in_group)
+        ways: dict[str, tuple[Sync, Draw | None]] = {
+            "none": (lambda slug, tensors: None, None),
+            "pg": (lambda slug, tensors: self._broadcast(tensors), None),
+            "grouped": (_by_packet(self._grouped), None),
+            "one-shot": (_counted(self._one_shot), None),
+            "one-shot draw": (_counted(self._one_shot), self._drawer(batch)),
+        }
+        for key, (sync, draw) in ways.items():
+            self._graph(f"step {key}", batch, lambda s=sync, d=draw: step(s, d), repeats=5)  # type: ignore[misc]
+
+    def _drawer(self, batch: int) -> Draw:
+        logits_BV = torch.zeros(batch, VOCABULARY, dtype=torch.bfloat16, device=self._device)
+        fused, _ = self._one_shot.bind_draw("dspark-draft-greedy", "bench", logits_BV, noisy=False, count=True)
+
+        def draw(logits_BV: Tensor) -> Tensor:
+            tokens_B = logits_BV.new_empty(batch, dtype=torch.int64)
+            fused(logits_BV, None, tokens_B)
+            return tokens_B
+
+        return draw
+
+
+def _by_packet(transport: Any) -> Sync:
+    packets: dict[tuple[str, str], Packet] = {}
+
+    def sync(slug: str, tensors: Sequence[Tensor]) -> None:
+        key = (slug, describe(tensors))
+        if key not in packets:
+            packets[key] = Packet(*key, sum(tensor.nbytes for tensor in tensors))
+            transport.prepare(packets[key], tensors)
+        transport.overwrite_(packets[key], tensors)
+
+    return sync
+
+
+def _counted(transport: OneShotTransport) -> Sync:
+    moves: dict[tuple[str, str], Callable[[Sequence[Tensor]], None]] = {}
+
+    def sync(slug: str, tensors: Sequence[Tensor]) -> None:
+        key = (slug, describe(tensors))
+        if key not in moves:
+            packet = Packet(*key, sum(tensor.nbytes for tensor in tensors))
+            moves[key] = transport.bind(packet, tensors, overwrite=True, count=True)[0]
+        moves[key](tensors)
+
+    return sync
