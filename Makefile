@@ -4,13 +4,18 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint types bench clean
+.PHONY: demo test test-engines lint types bench clean
 
 demo: $(VENV)/.installed
 	$(BIN)/specsync demo $(ARGS)
 
 test: $(VENV)/.installed
 	$(BIN)/python -m pytest $(ARGS)
+
+# The real engines on CPU, each version in an environment of its own (.venv-ENGINE-VERSION), built when it is absent.
+test-engines: $(VENV)/.installed
+	$(BIN)/python tests/engines/sglang/environment.py
+	$(BIN)/python -m pytest tests/engines --durations=0 $(ARGS)
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

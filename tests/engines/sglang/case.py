@@ -77,6 +77,10 @@ def sampling_info(*, greedy_rows: str) -> SimpleNamespace:
         has_custom_logit_processor=False,
         return_sampling_masks=None,
         has_watermark_candidates=False,
+        sampling_mask_batch_indices=None,
+        sampling_support_logprobs_capture_indices=None,
+        npu_top_k_top_p_eligible=False,
+        max_top_k=None,
     )
 
 

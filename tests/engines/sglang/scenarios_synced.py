@@ -24,7 +24,8 @@ def dflash(case: Case) -> None:
     for name, length in (("accept, greedy", -1.0), ("accept, greedy, simulated acceptance", 2.5)):
         simulate(length)
         case.shift_generator()
-        case.record(name, *accept_block(case, worker, case.candidates_BS, None))
+        verdicts = [accept_block(case, worker, case.candidates_BS, None) for _ in range(4)]
+        case.record(name, *(tensor.tolist() for verdict in verdicts for tensor in verdict))
     simulate(-1.0)
     selected_block(case, worker)
 
@@ -64,7 +65,7 @@ def accept_block(case: Case, worker: object, candidates_BS: torch.Tensor, info: 
         draft_input=SimpleNamespace(max_top_k=None, uniform_top_k_value=None),
         prefix_lens=case.seq_lens_B,
         bs=B,
-    )[:4]
+    )[:4]  # accepted and committed lengths, bonus, output tokens; the engine keeps them in buffers of its own
 
 
 def selected_block(case: Case, worker: object) -> None:
@@ -153,8 +154,12 @@ def verify_chain(case: Case) -> None:
     for name, length in (("verify, greedy", -1.0), ("verify, simulated acceptance", 2.5)):
         spec_utils.SIMULATE_ACC_LEN = length
         case.shift_generator()
-        logits = SimpleNamespace(next_token_logits=case.target_BSV.reshape(-1, V).clone())
-        case.record(name, *eagle_utils.eagle_sample(verify_input, batch, logits))
+        logits = case.target_BSV.reshape(-1, V)
+        verdicts = [
+            eagle_utils.eagle_sample(verify_input, batch, SimpleNamespace(next_token_logits=logits.clone()))
+            for _ in range(4)
+        ]
+        case.record(name, *(tensor for verdict in verdicts for tensor in verdict))
     spec_utils.SIMULATE_ACC_LEN = -1.0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 
 import torch
@@ -238,10 +239,12 @@ def dflash_drafts(case: Case) -> None:
     case.record("draft in the graph, greedy", sampler.out)
 
     worker = object.__new__(dflash_worker_v2.DFlashWorkerV2)
-    worker.__dict__.update(block_size=S)
+    buffers = ("local_max_buf", "local_arg_buf")
+    worker.__dict__.update(block_size=S, _draft_greedy_local_cap=0)
+    worker.__dict__.update({f"_draft_greedy_{name}": None for name in buffers})
     dflash_worker_v2.get_tp_group = lambda: SimpleNamespace(world_size=1)
     shard = SimpleNamespace(
-        num_org_elements=V, num_org_elements_padded=V, num_added_elements=0, org_vocab_start_index=0
+        num_org_elements=V, num_org_elements_padded=V, num_added_elements=0, org_vocab_start_index=0, added_vocab_start_index=V
     )
     head = SimpleNamespace(weight=weight_VH, shard_indices=shard)
     tokens = worker._greedy_sample_from_vocab_parallel_head(hidden_states=hidden[: B * G], lm_head=head)
@@ -284,7 +287,7 @@ def dflash_memory_gate(case: Case) -> None:
         _draft_worker=SimpleNamespace(init_cuda_graphs=lambda capture_decode_cuda_graph: captured.append(capture_decode_cuda_graph)),
         _maybe_build_draft_sampler=lambda: None,
     )
-    backend = next(value for value in Backend if value != Backend.DISABLED)
+    backend = f"not {Backend.DISABLED}"
     graphs = SimpleNamespace(graph=SimpleNamespace(cuda_graph_config=SimpleNamespace(decode=SimpleNamespace(backend=backend))))
     dflash_worker_v2.get_exec = lambda: graphs
     dflash_worker_v2.is_cuda = lambda: True
@@ -353,10 +356,11 @@ def verify_tree(case: Case, verify_input: object, batch: SimpleNamespace) -> Non
     for name, simulated_length in (("verify, greedy", -1.0), ("verify, simulated acceptance", 2.5)):
         spec_utils.SIMULATE_ACC_LEN = simulated_length
         case.shift_generator()
-        verdict = eagle_worker_common.eagle_sample(
-            verify_input, batch, SimpleNamespace(next_token_logits=logits.clone())
-        )
-        case.record(name, *verdict)
+        verdicts = [
+            eagle_worker_common.eagle_sample(verify_input, batch, SimpleNamespace(next_token_logits=logits.clone()))
+            for _ in range(4)
+        ]
+        case.record(name, *(tensor for verdict in verdicts for tensor in verdict))
     spec_utils.SIMULATE_ACC_LEN = -1.0
 
 
@@ -386,6 +390,7 @@ def ngram_scenario(case: Case) -> None:
     loaded: list[str] = []
     manager = external_corpus_manager.ExternalCorpusManager(SlowLoader(case.rank, loaded), lambda *_: None)
     manager.add(SimpleNamespace(corpus_id="more", token_chunks=[[1]]))
+    time.sleep(0.3)  # the step that comes next; rank 0's loader has ended by then
     case.record("corpus takes part after the request", list(loaded))
 
 
@@ -396,8 +401,6 @@ class SlowLoader:
         self.rank, self.loaded = rank, loaded
 
     def add_external_corpus(self, corpus_id: str, token_chunks: list[list[int]]) -> int:
-        import time
-
-        time.sleep(0.0 if self.rank == 0 else 0.5)
+        time.sleep(0.0 if self.rank == 0 else 1.5)
         self.loaded.append(corpus_id)
         return len(token_chunks)
