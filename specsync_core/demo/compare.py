@@ -27,10 +27,9 @@ class Agreement:
 
     def describe(self) -> str:
         """Finish a sentence that begins with what was compared and ``are``."""
-        if self.compared == 0:
-            return "not comparable: there are none"
         if self.first_difference is None:
-            return f"identical ({self.compared} tokens of {self.requests} requests)"
+            text = f"identical ({self.compared} tokens of {self.requests} requests)"
+            return text if self.compared else "not comparable: there are none"
         request, position, one, other = self.first_difference
         return f"different: request {request}, token {position}: {_show(one)} and {_show(other)}"
 

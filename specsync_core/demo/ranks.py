@@ -26,7 +26,7 @@ from specsync_core.demo import process as rank_process
 from specsync_core.demo.config import Job, JobResult, World
 
 START_S = 120.0
-"""Time for importing torch, meeting, and loading kernels."""
+"""Time for importing torch, meeting, testing transports and building an engine."""
 GRACE_S = 1.5
 """How long the peers of a rank that ended are watched before all are ended: they fail, finish, or hang."""
 
@@ -189,7 +189,8 @@ class _Watch:
                 self._lost, self._deadline = True, time.monotonic() + GRACE_S
             return
         if not self._lost:
-            self._deadline = time.monotonic() + (START_S if kind == "up" else self._hang_after_s)
+            starts = kind in ("up", "begin", "done")
+            self._deadline = time.monotonic() + (START_S if starts else self._hang_after_s)
         if kind == "begin":
             self._at[rank], self._steps[rank] = content, 0
         elif kind == "step":

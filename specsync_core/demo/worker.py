@@ -87,14 +87,16 @@ class Rank:
         self._shards = [shard(weights, rank, world.ranks, self.device) for weights in (target, draft)]
 
     def do(self, job: Job, on_step: Callable[[int], None]) -> JobResult:
-        """Run one job; a collective of all ranks."""
+        """Run one job; a collective of all ranks. ``on_step(0)`` says that all is built and the first step begins."""
         plan = plan_of(job, self.registry, self.manager, self.world.device)
         recorder = self._recorder(job, plan) if job.recorded else None
         injector = FaultInjector(parse_faults(job.fault, self.registry, "--fault"), self.rank, allowed=True)
         taps: list[Tap] = [*([injector] if injector.faults else []), *([recorder] if recorder else [])]
         sync = SpecTpSync(ParallelGroups(tp=TorchGroup(self.groups.tp, self.groups.cpu)), plan, taps=taps)
         with recorder or nullcontext():
-            outcome = self._engine(job, sync, recorder).run(job.steps, on_step)
+            engine = self._engine(job, sync, recorder)
+            on_step(0)
+            outcome = engine.run(job.steps, on_step)
         return JobResult(
             tokens=outcome.tokens,
             step_s=outcome.step_s,

@@ -122,7 +122,7 @@ class TestCache:
     def test_tokens_behind_the_end_of_the_cache_are_refused(self) -> None:
         model = decoder()
         depth, sees = causal(1, 3, torch.device("cpu"))
-        with pytest.raises(IndexError, match=r"target: 3 tokens behind 6 committed ones do not fit into .* 8 positions"):
+        with pytest.raises(IndexError, match=r"target: 3 tokens behind 6 committed ones do not fit .* 8 positions"):
             forward(model, KVCache(model, 1, 8), rows([0], [6]), torch.tensor([[1, 2, 3]]), depth, sees)
 
 

@@ -197,6 +197,11 @@ class TestCompare:
         third = compare_ranks({0: result(RIGHT), 1: result(RIGHT), 2: result(WRONG)})
         assert third.first_difference == (0, 1, 2, 9)
         assert third.describe() == "different: request 0, token 1: 2 and 9"
+        assert (
+            compare_ranks({0: result({0: [1]}), 1: result({0: [2]})}).describe()
+            == "different: request 0, token 0: 1 and 2"
+        )
+        assert compare_ranks({0: result({}), 1: result({})}).describe() == "not comparable: there are none"
 
     def test_runs_are_compared_as_far_as_both_went(self) -> None:
         agreement = compare_runs({0: [1, 2, 3], 1: [4]}, {0: [1, 2]})
