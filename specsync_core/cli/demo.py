@@ -39,7 +39,7 @@ def demo(
         int, typer.Option(help="First fit target and draft on the text that ships, so many steps each.")
     ] = 0,
     seed: Annotated[int, typer.Option(help="Seed of weights and generators.")] = 0,
-    transport: Annotated[str, typer.Option(help="How decisions travel: auto, group or grouped.")] = "auto",
+    transport: Annotated[str, typer.Option(help="How decisions travel: auto, group, grouped or one-shot.")] = "auto",
     folded: Annotated[bool, typer.Option("--folded", help="Draft and accept as captured graphs do.")] = False,
     as_json: JsonOption = False,
 ) -> None:

@@ -100,7 +100,7 @@ class JobResult:
     step_s: list[float]
     tokens_per_step: float
     stats: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """`specsync_core.counters.SiteStats` by slug."""
+    """`specsync_core.counters.SiteStats` by slug, with the site's ``kind``."""
     transports: dict[str, str] = field(default_factory=dict)
     """The transport taken for each requested one."""
     unfired: tuple[str, ...] = ()

@@ -82,7 +82,7 @@ def prepare(options: Options) -> Setup:
         registry=registry,
         algorithm=algorithm,
         device=_device(options),
-        transport=_transport(options.transport),
+        transport=_transport(options),
         prompts=read_prompts(options.prompts),
         faults=_faults(options, registry, algorithm.name),
     )
@@ -112,13 +112,16 @@ def _check_numbers(options: Options) -> None:
         raise DemoError(f"--temperature: {options.temperature:g} is not between 0 (greedy) and 100.")
 
 
-def _transport(name: str) -> Transport:
+def _transport(options: Options) -> Transport:
     for transport in TRANSPORTS:
-        if transport == name:
+        if transport == options.transport:
+            if transport == "one-shot" and options.device == "cpu":
+                raise DemoError(
+                    "--transport: one-shot is a kernel for GPUs. Add --device cuda, or give another transport."
+                )
             return transport
-    raise DemoError(
-        f"--transport: unknown transport '{name}'{did_you_mean(name, TRANSPORTS)}. Known: {', '.join(TRANSPORTS)}."
-    )
+    hint = did_you_mean(options.transport, TRANSPORTS)
+    raise DemoError(f"--transport: unknown transport '{options.transport}'{hint}. Known: {', '.join(TRANSPORTS)}.")
 
 
 def _device(options: Options) -> Device:

@@ -51,11 +51,11 @@ class Ended:
 
     @property
     def healed(self) -> dict[str, int]:
-        """Values in which a rank differed from rank 0 and was healed, by site."""
+        """Values in which a rank differed from rank 0 and was healed, by site; not the gates, which agree on a minimum."""
         counts: dict[str, int] = {}
         for result in (self.ranks or {}).values():
             for slug, stats in result.stats.items():
-                if stats["mode"] == "sync" and stats["mismatches"]:
+                if stats["mode"] == "sync" and stats["kind"] == "broadcast" and stats["mismatches"]:
                     counts[slug] = counts.get(slug, 0) + stats["mismatches"]
         return counts
 

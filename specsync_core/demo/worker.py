@@ -101,7 +101,11 @@ class Rank:
             tokens=outcome.tokens,
             step_s=outcome.step_s,
             tokens_per_step=outcome.tokens_per_step,
-            stats={slug: stats.as_dict() for slug, stats in sync.stats().items() if stats.calls},
+            stats={
+                slug: stats.as_dict() | {"kind": self.registry.site(slug).kind}
+                for slug, stats in sync.stats().items()
+                if stats.calls
+            },
             transports={requested: choice.transport.name for requested, choice in sync.transports.items()},
             unfired=injector.unfired(),
         )

@@ -30,6 +30,7 @@ GOOD = Options()
         ({"temperature": -0.5}, r"--temperature: -0.5 is not between 0 \(greedy\) and 100"),
         ({"temperature": float("nan")}, r"--temperature: nan is not between"),
         ({"transport": "one-shott"}, r"--transport: unknown transport 'one-shott'.*auto"),
+        ({"transport": "one-shot"}, r"--transport: one-shot is a kernel for GPUs. Add --device cuda"),
         ({"device": "cudda"}, r"--device: unknown device 'cudda' \(did you mean 'cuda'\?\)"),
         ({"sites": "dspark-plam"}, r"--sites: unknown token 'dspark-plam' \(did you mean 'dspark-plan'\?\)"),
         ({"fault": ""}, r"--fault: empty.*'none'"),

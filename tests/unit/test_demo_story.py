@@ -20,7 +20,11 @@ ACCEPT = "dspark-accept-greedy"
 
 
 def result(tokens: dict[int, list[int]], step_s: float = 0.01, healed: int = 0) -> JobResult:
-    stats = {ACCEPT: {"mode": "sync", "calls": 3, "mismatches": healed}}
+    stats = {
+        ACCEPT: {"mode": "sync", "kind": "broadcast", "calls": 3, "mismatches": healed},
+        "dspark-mem": {"mode": "sync", "kind": "consensus", "calls": 1, "mismatches": 1},
+        "dspark-plan": {"mode": "audit", "kind": "broadcast", "calls": 3, "mismatches": 1},
+    }
     return JobResult(tokens, [step_s] * 8, 2.0, stats, {"auto": "grouped", "group": "group"})
 
 
