@@ -51,7 +51,7 @@ class Ended:
 
     @property
     def healed(self) -> dict[str, int]:
-        """Values in which a rank differed from rank 0 and was healed, by site; not the gates, which agree on a minimum."""
+        """Values in which a rank differed from rank 0 and was healed, by site; not gates, which agree on a minimum."""
         counts: dict[str, int] = {}
         for result in (self.ranks or {}).values():
             for slug, stats in result.stats.items():
