@@ -155,14 +155,20 @@ class _Bench:
             "pg": (lambda slug, tensors: self._broadcast(tensors), None),
             "grouped": (_by_packet(self._grouped), None),
             "one-shot": (_counted(self._one_shot), None),
-            "one-shot draw": (_counted(self._one_shot), self._drawer(batch)),
+            "one-shot draw": (_counted(self._one_shot), self._drawer(batch, synced=True)),
+            "fast draw": (lambda slug, tensors: None, self._drawer(batch, synced=False)),
         }
         for key, (sync, draw) in ways.items():
             self._graph(f"step {key}", batch, lambda s=sync, d=draw: step(s, d), repeats=5)  # type: ignore[misc]
 
-    def _drawer(self, batch: int) -> Draw:
+    def _drawer(self, batch: int, synced: bool) -> Draw:
+        """The fused draw; without sync it is the same kernel in a group of one rank."""
         logits_BV = torch.zeros(batch, VOCABULARY, dtype=torch.bfloat16, device=self._device)
-        fused, _ = self._one_shot.bind_draw("dspark-draft-greedy", "bench", logits_BV, noisy=False, count=True)
+        transport = self._one_shot
+        if not synced:
+            channel = replace(transport.channel, rank=0, world=1, inboxes=transport.channel.inboxes[:1])
+            transport = OneShotTransport(self._group, channel=channel)
+        fused, _ = transport.bind_draw("dspark-draft-greedy", "bench", logits_BV, noisy=False, count=True)
 
         def draw(logits_BV: Tensor) -> Tensor:
             tokens_B = logits_BV.new_empty(batch, dtype=torch.int64)

@@ -31,6 +31,7 @@ TITLES: dict[str, tuple[str, str | None]] = {
     "cost grouped": ("its sync cost: grouped", "cost pg"),
     "cost one-shot": ("its sync cost: one-shot, counting", "cost pg"),
     "cost one-shot draw": ("its sync cost: one-shot with fused draws, counting", "cost pg"),
+    "cost over fast draw": ("the same, against a step that draws by that kernel and does not sync", "cost pg"),
     "gloo 1": ("one broadcast, gloo", "gloo 1"),
     "gloo group 1": ("one tensor, group", "gloo 1"),
     "gloo grouped 1": ("one tensor, grouped", "gloo 1"),
@@ -49,6 +50,10 @@ def with_costs(rows: Rows) -> dict[str, dict[int, float]]:
             result[f"cost {key}"] = {
                 batch: us - rows["step none"][batch] for batch, us in rows.get(f"step {key}", {}).items()
             }
+    if "step fast draw" in rows:
+        result["cost over fast draw"] = {
+            batch: us - rows["step fast draw"][batch] for batch, us in rows["step one-shot draw"].items()
+        }
     return result
 
 

@@ -142,7 +142,8 @@ class OneShotTransport:
         from specsync_core.transports.one_shot_launch import Variant, block_for, launcher
 
         widths = tuple(tensor.element_size() for tensor in tensors)
-        block = block_for(1 + min(lanes, protocol.SLOT_LANES))
+        lines = min(lanes, protocol.SLOT_LANES) + (self._rank == 0)  # rank 0 stores the header among them
+        block = block_for(lines)
         variant = Variant(widths, self._rank, self._world, block, mode, count, self.dependent)
         return launcher(variant, self.device_index)
 

@@ -23,7 +23,7 @@ Memory ordering, for the PTX model (sm_70 and newer):
 from __future__ import annotations
 
 # mypy: ignore-errors
-# ruff: noqa: SIM102 - an `if` over a constant is not the same as an `and` in Triton
+# ruff: noqa: SIM102, RET505 - an `if` over a constant is not an `and`, nor does a return end it, in Triton
 import triton
 import triton.language as tl
 from triton import knobs
@@ -107,43 +107,64 @@ def _fence(order):
 
 
 @triton.jit
-def _await_line(line, header_line, tag, header, broken, timeout_ns):
-    """Wait until a line and its slot's header carry ``tag``; return the line's payload and how the wait ended."""
+def _load_line(address):
+    """Load two words, each whole, that another rank may store into. Does not wait."""
     if INTERPRETED:
-        low, high = tl.load(_i64(line)), tl.load(_i64(line + 8))
-        head_low, head_high = tl.load(_i64(header_line)), tl.load(_i64(header_line + 8))
+        return tl.load(_i64(address)), tl.load(_i64(address + 8))
+    else:
+        return tl.inline_asm_elementwise(
+            "ld.relaxed.sys.global.v2.b64 {$0, $1}, [$2];", "=l,=l,l", [address],
+            dtype=(tl.int64, tl.int64), is_pure=False, pack=1,
+        )
+
+
+@triton.jit
+def _await_line(line, low, high, header_line, head_low, head_high, tag, header, broken, timeout_ns):
+    """Wait until a line and its slot's header carry ``tag``; return the line's payload and how the wait ended.
+
+    The words that were loaded before are looked at first: a thread with several lines has then waited for all of
+    them at once.
+    """
+    if INTERPRETED:
         here = ((head_low >> 32).to(tl.int32) == tag) & ((head_high >> 32).to(tl.int32) == tag)
         theirs = (head_low & 0xFFFFFFFF) | (head_high << 32)
         arrived = here & ((low >> 32).to(tl.int32) == tag) & ((high >> 32).to(tl.int32) == tag)
         stopped = tl.load(_i64(broken)) != 0
         status = tl.where(here & (theirs != header), 1, tl.where(arrived, 0, tl.where(stopped, 3, 2)))
         return (low & 0xFFFFFFFF) | (high << 32), status
-    return tl.inline_asm_elementwise(
-        """{
+    else:
+        return tl.inline_asm_elementwise(
+            """{
             .reg .pred p, q, t;
             .reg .b64 x, y, hx, hy, start, now;
             .reg .b32 a, b, c, d, ha, hb, hc, hd, own_low, own_high, spins, few;
-            mov.b64 {own_low, own_high}, $5;
+            mov.b64 {own_low, own_high}, $9;
+            mov.b64 x, $3;
+            mov.b64 y, $4;
+            mov.b64 hx, $6;
+            mov.b64 hy, $7;
             mov.u64 $0, 0;
             mov.u32 $1, 0;
             mov.u32 spins, 0;
             mov.u64 start, 0;
+            bra CHECK;
             LOOK:
             ld.relaxed.sys.global.v2.b64 {x, y}, [$2];
-            ld.relaxed.sys.global.v2.b64 {hx, hy}, [$3];
+            ld.relaxed.sys.global.v2.b64 {hx, hy}, [$5];
+            CHECK:
             mov.b64 {ha, hb}, hx;
             mov.b64 {hc, hd}, hy;
             mov.b64 {a, b}, x;
             mov.b64 {c, d}, y;
-            setp.eq.b32 p, hb, $4;
-            setp.eq.and.b32 p, hd, $4, p;
+            setp.eq.b32 p, hb, $8;
+            setp.eq.and.b32 p, hd, $8, p;
             @!p bra AGAIN;
             setp.ne.b32 q, ha, own_low;
             setp.ne.or.b32 q, hc, own_high, q;
             @q mov.u32 $1, 1;
             @q bra DONE;
-            setp.eq.b32 q, b, $4;
-            setp.eq.and.b32 q, d, $4, q;
+            setp.eq.b32 q, b, $8;
+            setp.eq.and.b32 q, d, $8, q;
             @q mov.b64 $0, {a, c};
             @q bra DONE;
             AGAIN:
@@ -151,7 +172,7 @@ def _await_line(line, header_line, tag, header, broken, timeout_ns):
             and.b32 few, spins, 255;
             setp.ne.b32 t, few, 0;
             @t bra LOOK;
-            ld.relaxed.sys.global.b64 now, [$6];
+            ld.relaxed.sys.global.b64 now, [$10];
             setp.ne.b64 q, now, 0;
             @q mov.u32 $1, 3;
             @q bra DONE;
@@ -159,14 +180,15 @@ def _await_line(line, header_line, tag, header, broken, timeout_ns):
             setp.eq.b64 q, start, 0;
             @q mov.u64 start, now;
             sub.u64 now, now, start;
-            setp.lt.u64 q, now, $7;
+            setp.lt.u64 q, now, $11;
             @q bra LOOK;
             mov.u32 $1, 2;
             DONE:
             }""",
-        "=&l,=&r,l,l,r,l,l,l", [line, header_line, tag, header, broken, timeout_ns],
-        dtype=(tl.int64, tl.int32), is_pure=False, pack=1,
-    )
+            "=&l,=&r,l,l,l,l,l,l,r,l,l,l",
+            [line, low, high, header_line, head_low, head_high, tag, header, broken, timeout_ns],
+            dtype=(tl.int64, tl.int32), is_pure=False, pack=1,
+        )
 
 
 @triton.jit
@@ -402,16 +424,20 @@ def exchange(
                             _relay(_load_word(inbox), inbox, record)
                 else:
                     slot = inbox + RING + (now & (SLOTS - 1)).to(tl.int64) * SLOT_BYTES
-                    for tile in range(0, count + 1, BLOCK):
-                        line = tile + tl.arange(0, BLOCK)
-                        active = (line > 0) & (line <= count)
+                    for tile in range(0, tl.maximum(count, 1), BLOCK):  # an empty call waits for its header
+                        line = tile + 1 + tl.arange(0, BLOCK)
+                        active = line <= count
                         lane = begin + line - 1
                         address, left, width = _locate(lane, addresses, sizes, widths)
                         own = tl.zeros([BLOCK], dtype=tl.int64)
                         if COUNT:
                             own = _load8(address, left, active, UNIT)
-                        where = slot + tl.where(line <= count, line, 0).to(tl.int64) * LINE
-                        theirs, ended = _await_line(where, slot, now | TAG_BIT, header, inbox, timeout_ns)
+                        where = slot + tl.where(active, line, 0).to(tl.int64) * LINE
+                        head_low, head_high = _load_line(slot)
+                        low, high = _load_line(where)
+                        theirs, ended = _await_line(
+                            where, low, high, slot, head_low, head_high, now | TAG_BIT, header, inbox, timeout_ns
+                        )
                         arrived = active & (ended == 0)
                         if MODE == FETCH:
                             target, left, width = _locate(lane, targets, sizes, widths)
@@ -528,7 +554,8 @@ def draw_kernel(
         tl.store(_i64(cells) + lane, tl.full([ROWS], -0x8000000000000000, tl.int64), mask=mine)
         tl.store(ticket.to(tl.pointer_type(tl.int32)), 0)
         tl.debug_barrier()  # the exchange reads the tokens back
-        exchange(
-            (out,), (out,), (rows * 8,), header, rows, inboxes, state, stats, record, timeout_ns,
-            (8,), RANK, WORLD, BLOCK, 8, MODE, COUNT,
-        )
+        if WORLD > 1:
+            exchange(
+                (out,), (out,), (rows * 8,), header, rows, inboxes, state, stats, record, timeout_ns,
+                (8,), RANK, WORLD, BLOCK, 8, MODE, COUNT,
+            )

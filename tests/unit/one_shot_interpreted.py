@@ -1,0 +1,220 @@
+"""The one-shot kernel under Triton's interpreter: every rank in one process, one launch after the other.
+
+Run as a program by `test_one_shot_kernel`, with ``TRITON_INTERPRET=1`` in its environment before Triton is imported.
+A wait that would spin gives up at once here, so that an order of launches in which a rank waits shows as a failure.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+
+import torch
+
+from specsync_core.payload import describe
+from specsync_core.transports import one_shot_kernel as kernels
+from specsync_core.transports import one_shot_protocol as protocol
+from specsync_core.transports.one_shot import decode_lane
+from specsync_core.transports.one_shot_protocol import Failure, Header, lanes_of
+
+assert kernels.INTERPRETED.value, "set TRITON_INTERPRET=1"
+OVERWRITE, COMPARE_ONLY, FETCH = 0, 1, 2
+
+
+class Rank:
+    """One rank's memory, and its launches."""
+
+    def __init__(self, rank: int, world: int) -> None:
+        self.rank, self.world = rank, world
+        self.inbox = torch.zeros(protocol.INBOX_BYTES, dtype=torch.uint8)
+        self.state = torch.zeros(1, dtype=torch.int64)
+        self.record = torch.zeros(protocol.RECORD_WORDS, dtype=torch.int64)
+        self.stats = torch.zeros(protocol.STATS_WORDS, dtype=torch.int64)
+        self.inboxes: tuple[int, ...] = ()
+
+    def _memory(self) -> tuple[object, ...]:
+        return self.inboxes, self.state.data_ptr(), self.stats.data_ptr(), self.record.data_ptr(), 1000
+
+    def call(self, slug, tensors, mode=OVERWRITE, targets=None, block=128):
+        nbytes = sum(tensor.nbytes for tensor in tensors)
+        widths = tuple(tensor.element_size() for tensor in tensors)
+        kernels.sync_kernel[(1,)](
+            tuple(tensor.data_ptr() for tensor in tensors), tuple(tensor.data_ptr() for tensor in targets or tensors),
+            tuple(tensor.nbytes for tensor in tensors), Header.of(slug, describe(tensors), nbytes).word,
+            sum(lanes_of(tensor.nbytes) for tensor in tensors), *self._memory(),
+            widths=widths, RANK=self.rank, WORLD=self.world, BLOCK=block, UNIT=min(8, *widths), MODE=mode, COUNT=True,
+            DEPENDENT=False,
+        )  # fmt: skip
+
+    def draw(self, scores, noise, out):
+        rows, vocabulary = scores.shape
+        cells = torch.full((rows,), -(1 << 63), dtype=torch.int64)
+        ticket = torch.zeros(1, dtype=torch.int32)
+        kernels.draw_kernel[(rows, -(-vocabulary // 16), 1)](
+            scores.data_ptr(), 0 if noise is None else noise.data_ptr(), out.data_ptr(), vocabulary, rows,
+            cells.data_ptr(), ticket.data_ptr(), Header.of("draw", describe((scores,)), rows * 8).word, *self._memory(),
+            RANK=self.rank, WORLD=self.world, BLOCK=128, MODE=OVERWRITE, COUNT=True, DEPENDENT=False,
+            SCORE=kernels.tl.float32, NOISY=noise is not None, SPAN=16, ROWS=1 << (rows - 1).bit_length(),
+        )  # fmt: skip
+        assert cells.tolist() == [-(1 << 63)] * rows
+        assert ticket.item() == 0
+
+    @property
+    def failure(self) -> Failure | None:
+        code, own, theirs = (word & 2**64 - 1 for word in self.record[:3].tolist())
+        return Failure.from_words(code, own, theirs) if code else None
+
+
+def group(world: int, sequence: int = 0) -> list[Rank]:
+    """The ranks of a group that has already exchanged ``sequence`` chunks."""
+    ranks = [Rank(rank, world) for rank in range(world)]
+    for rank in ranks:
+        rank.inboxes = tuple(other.inbox.data_ptr() for other in ranks)
+        rank.state.fill_(sequence)
+        for other in range(world):
+            start = protocol.ACKS + other * protocol.LINE_BYTES
+            rank.inbox[start : start + 8].view(torch.int64).fill_(sequence & 0xFFFFFFFF)
+    return ranks
+
+
+def payload(rank: int, turn: int) -> tuple[torch.Tensor, ...]:
+    count = torch.arange(5 + turn % 3)
+    return (
+        count * 2**33 + rank * (count % 2) + turn,
+        (count[:3] + rank).to(torch.int32),
+        (count + rank + turn) % 2 == 0,
+        (count[:1] + rank / 3).to(torch.bfloat16),
+        count[:0],
+    )
+
+
+def equal(left, right) -> bool:
+    return all(torch.equal(mine, theirs) for mine, theirs in zip(left, right, strict=True))
+
+
+def test_every_order_of_launches_delivers(world: int) -> None:
+    """Any order in which each rank's launches stay in order, group rank 0 ahead by at most the ring, works."""
+    order, ranks, turns = random.Random(world), group(world), 80
+    done, sent = [0] * world, [payload(0, turn) for turn in range(turns)]
+    while min(done) < turns:
+        acked = [count // protocol.ACK_EVERY * protocol.ACK_EVERY for count in done[1:]]
+        ready = [rank for rank in range(1, world) if done[rank] < done[0]]
+        if done[0] < turns and done[0] - min(acked) < protocol.SLOTS:
+            ready += [0] * world
+        rank = order.choice(ready)
+        own = payload(rank, done[rank])
+        ranks[rank].call(f"site-{done[rank] % 3}", own)
+        assert ranks[rank].failure is None, (done, rank, ranks[rank].failure)
+        assert equal(own, sent[done[rank]]), (done, rank)
+        done[rank] += 1
+    assert [int(rank.stats[protocol.CALLS]) for rank in ranks] == [turns] * world
+
+
+def test_counts_and_first_difference(world: int) -> None:
+    ranks = group(world)
+    for mode in (COMPARE_ONLY, OVERWRITE):
+        for rank in ranks:
+            own, before = payload(rank.rank, 0), payload(rank.rank, 0)
+            rank.call("site", own, mode)
+            assert equal(own, payload(0, 0) if mode == OVERWRITE else before)
+    for rank in ranks[1:]:
+        own, root = payload(rank.rank, 0), payload(0, 0)
+        different = sum(int((mine != theirs).sum()) for mine, theirs in zip(own, root, strict=True))
+        assert rank.stats[: protocol.FIRST_CALL].tolist() == [2, 2 * different, 2], rank.stats
+        first, mine, theirs = (
+            int(rank.stats[word]) & 2**64 - 1 for word in (protocol.FIRST_LANE, protocol.FIRST_OWN, protocol.FIRST_ROOT)
+        )
+        shapes = [(tensor.shape, tensor.dtype) for tensor in own]
+        position, index, values = decode_lane(first - 1, mine, theirs, shapes)
+        assert values == (own[position][index].item(), root[position][index].item())
+        assert int(rank.stats[protocol.FIRST_CALL]) == 1
+    assert ranks[0].stats[protocol.MISMATCHES] == 0
+
+
+def test_large_calls_take_several_chunks(world: int) -> None:
+    ranks = group(world, sequence=2**31 - 5)  # tags come again on the way
+    for size in (8 * protocol.SLOT_LANES, 3 * 8 * protocol.SLOT_LANES + 5, 0):
+        sent = torch.arange(size, dtype=torch.uint8) if size < 256 else torch.randint(256, (size,), dtype=torch.uint8)
+        for rank in ranks:
+            own = (sent.clone() if rank.rank == 0 else torch.zeros(size, dtype=torch.uint8),)
+            target = (torch.full((size,), 7, dtype=torch.uint8),)
+            rank.call("large", own, FETCH, target, block=4096)
+            assert rank.failure is None
+            if rank.rank:
+                assert torch.equal(target[0], sent)
+                assert not own[0].any()
+
+
+def test_a_mismatch_is_known_on_every_rank(world: int) -> None:
+    ranks = group(world)
+    own = [payload(rank, 0) for rank in range(world)]
+    ranks[0].call("draft", own[0])
+    ranks[1].call("plan", own[1])
+    assert equal(own[1], payload(1, 0))
+    for rank in ranks[2:]:
+        rank.call("draft", own[rank.rank])
+    ranks[0].call("draft", own[0])
+    label = describe(own[0])
+    nbytes = sum(tensor.nbytes for tensor in own[0])
+    for rank in ranks:
+        assert rank.failure == Failure(
+            protocol.MISMATCH, 1, 0, Header.of("plan", label, nbytes), Header.of("draft", label, nbytes)
+        ), rank.failure
+
+
+def test_a_root_that_does_not_come(world: int) -> None:
+    ranks = group(world)
+    for rank in (*ranks[1:], ranks[0]):
+        rank.call("plan", payload(rank.rank, 0))
+    header = Header.of("plan", describe(payload(0, 0)), sum(tensor.nbytes for tensor in payload(0, 0)))
+    assert {rank.failure for rank in ranks} == {Failure(protocol.NO_ROOT, 1, 0, header, Header(0, 0, 0))}
+
+
+def test_a_peer_that_does_not_come(world: int) -> None:
+    ranks = group(world)
+    for turn in range(protocol.SLOTS + 1):
+        for rank in ranks[:-1]:
+            rank.call("plan", payload(rank.rank, 0))
+            if turn < protocol.SLOTS:
+                assert rank.failure is None
+    ranks[-1].call("plan", payload(1, 0))
+    for rank in ranks:
+        assert rank.failure is not None
+        if world == 2:
+            found = rank.failure
+            assert (found.kind, found.group_rank, found.theirs.site) == (protocol.PEER_BEHIND, 0, 1)
+
+
+def test_a_slot_is_cleared_before_its_tags_come_again(world: int) -> None:
+    last = protocol.SLOTS * protocol.CLEAR_ROUNDS - 1
+    ranks = group(world, sequence=last)
+    for rank in ranks:
+        rank.call("plan", payload(rank.rank, 0))
+    slot = protocol.RING + last % protocol.SLOTS * protocol.SLOT_BYTES
+    for rank in ranks[1:]:
+        assert not rank.inbox[slot : slot + protocol.SLOT_BYTES].any()
+        assert rank.failure is None
+
+
+def test_draws(world: int) -> None:
+    ranks = group(world)
+    for rows, vocabulary in ((1, 1), (3, 70)):
+        for noisy in (False, True):
+            generator = torch.Generator().manual_seed(rows)
+            scores = torch.randint(-3, 3, (rows, vocabulary), generator=generator).float().abs_()
+            scores[:, ::3] = -0.0
+            noise = torch.rand(rows, vocabulary, generator=generator) + 0.1 if noisy else None
+            right = (scores if noise is None else scores / noise).argmax(dim=-1)
+            for rank in ranks:
+                out = torch.full((rows,), -1)
+                mine = scores if rank.rank == 0 else torch.rand(rows, vocabulary)
+                rank.draw(mine, noise, out)
+                assert torch.equal(out, right), (rank.rank, out, right)
+
+
+if __name__ == "__main__":
+    checks = [check for name, check in list(globals().items()) if name.startswith("test_")]
+    for world in map(int, sys.argv[1:]):
+        for check in checks:
+            check(world)
+            print(f"{check.__name__} with {world} ranks", flush=True)
