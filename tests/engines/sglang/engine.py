@@ -1,6 +1,6 @@
 """Start the real engine on two CPU ranks, serve a few rounds, and print the tokens as JSON, one line a round.
 
-    python engine.py '{"speculative_algorithm": "NGRAM", ...}' --rounds 2 --tokens 32 --temperature 0
+python engine.py '{"speculative_algorithm": "NGRAM", ...}' --rounds 2 --tokens 32 --temperature 0
 """
 
 from __future__ import annotations
@@ -87,7 +87,9 @@ def main() -> None:
     import sglang
 
     with tempfile.TemporaryDirectory() as folder:
-        engine = sglang.Engine(**SERVER | {"model_path": model(folder, "target")} | arguments(folder, options.arguments))
+        engine = sglang.Engine(
+            **SERVER | {"model_path": model(folder, "target")} | arguments(folder, options.arguments)
+        )
         sampling = {"temperature": options.temperature, "max_new_tokens": options.tokens, "ignore_eos": True}
         for _ in range(options.rounds):
             answers = engine.generate(input_ids=PROMPTS, sampling_params=sampling)

@@ -104,7 +104,12 @@ def accepts(case: Case) -> None:
     executor.gamma, executor.verify_num_draft_tokens = G, S
     executor._simulate_acc_len, executor.verify_epilogue = 0.0, None
     capped = SimpleNamespace(verify_lens=torch.full((B,), G, dtype=torch.int32))
-    paths = {"greedy": ("all", None), "greedy, capped": ("all", capped), "sample": ("none", None), "mixed": ("some", capped)}
+    paths = {
+        "greedy": ("all", None),
+        "greedy, capped": ("all", capped),
+        "sample": ("none", None),
+        "mixed": ("some", capped),
+    }
     for name, (rows, layout) in paths.items():
         info = None if rows == "all" else sampling_info(greedy_rows=rows)
         block = DraftBlockResult(
@@ -167,7 +172,9 @@ def dspark_memory_gates(case: Case) -> None:
         _draft_dp_context_enabled=False,
         draft_model_runner=SimpleNamespace(capture_tail_hooks=[]),
         _proposer=SimpleNamespace(attach_draft_sampler=lambda _: None),
-        _draft_worker=SimpleNamespace(init_cuda_graphs=lambda capture_decode_cuda_graph: captured.append(capture_decode_cuda_graph)),
+        _draft_worker=SimpleNamespace(
+            init_cuda_graphs=lambda capture_decode_cuda_graph: captured.append(capture_decode_cuda_graph)
+        ),
         _maybe_build_draft_sampler=lambda: None,
     )
     dspark_worker_v2.is_cuda = lambda: True
@@ -244,7 +251,11 @@ def dflash_drafts(case: Case) -> None:
     worker.__dict__.update({f"_draft_greedy_{name}": None for name in buffers})
     dflash_worker_v2.get_tp_group = lambda: SimpleNamespace(world_size=1)
     shard = SimpleNamespace(
-        num_org_elements=V, num_org_elements_padded=V, num_added_elements=0, org_vocab_start_index=0, added_vocab_start_index=V
+        num_org_elements=V,
+        num_org_elements_padded=V,
+        num_added_elements=0,
+        org_vocab_start_index=0,
+        added_vocab_start_index=V,
     )
     head = SimpleNamespace(weight=weight_VH, shard_indices=shard)
     tokens = worker._greedy_sample_from_vocab_parallel_head(hidden_states=hidden[: B * G], lm_head=head)
@@ -284,11 +295,15 @@ def dflash_memory_gate(case: Case) -> None:
         device="cpu",
         gpu_id=0,
         draft_model_runner=SimpleNamespace(capture_tail_hooks=[]),
-        _draft_worker=SimpleNamespace(init_cuda_graphs=lambda capture_decode_cuda_graph: captured.append(capture_decode_cuda_graph)),
+        _draft_worker=SimpleNamespace(
+            init_cuda_graphs=lambda capture_decode_cuda_graph: captured.append(capture_decode_cuda_graph)
+        ),
         _maybe_build_draft_sampler=lambda: None,
     )
     backend = f"not {Backend.DISABLED}"
-    graphs = SimpleNamespace(graph=SimpleNamespace(cuda_graph_config=SimpleNamespace(decode=SimpleNamespace(backend=backend))))
+    graphs = SimpleNamespace(
+        graph=SimpleNamespace(cuda_graph_config=SimpleNamespace(decode=SimpleNamespace(backend=backend)))
+    )
     dflash_worker_v2.get_exec = lambda: graphs
     dflash_worker_v2.is_cuda = lambda: True
     starve(case, 0.5)
@@ -340,7 +355,14 @@ def draft_tree(case: Case) -> tuple[object, SimpleNamespace]:
         tree_mask_mode=eagle_utils.TreeMaskMode.FULL_MASK,
         device="cpu",
     )
-    names = ("draft_token", "custom_mask", "positions", "retrieve_index", "retrieve_next_token", "retrieve_next_sibling")
+    names = (
+        "draft_token",
+        "custom_mask",
+        "positions",
+        "retrieve_index",
+        "retrieve_next_token",
+        "retrieve_next_sibling",
+    )
     case.record("draft tree, and what is built from it", *(getattr(verify_input, name) for name in names))
     return verify_input, batch
 

@@ -96,6 +96,7 @@ def test_what_the_fixed_engine_broadcasts_is_not_broadcast_twice(layout):
 
 def test_the_policy_reaches_the_engines_own_sync():
     policies = {
-        policy: run("0.5.23", "dflash", policy, "2 ranks")["by_rank"][0]["policy"] for policy in ("absent", "off", "all")
+        policy: run("0.5.23", "dflash", policy, "2 ranks")["by_rank"][0]["policy"]
+        for policy in ("absent", "off", "all")
     }
     assert policies == {"absent": None, "off": "off", "all": "all"}

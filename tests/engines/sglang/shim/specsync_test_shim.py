@@ -34,7 +34,9 @@ def register() -> None:
     HookRegistry.register(
         "sglang.srt.managers.tp_worker.TpModelWorker.forward_batch_generation", skew_block_logits, HookType.AFTER
     )
-    HookRegistry.register("sglang.srt.model_loader.weight_utils.initialize_dummy_weights", wide_weights, HookType.BEFORE)
+    HookRegistry.register(
+        "sglang.srt.model_loader.weight_utils.initialize_dummy_weights", wide_weights, HookType.BEFORE
+    )
     HookRegistry.register(f"{SPECULATIVE}.ngram_worker.NgramCorpus", HistoryCorpus, HookType.REPLACE)
 
 
@@ -42,7 +44,14 @@ def take_triton_kernels() -> None:
     """Make the speculative modules choose the Triton kernels, which the interpreter runs on CPU."""
     import torch
 
-    names = ("eagle_utils", "spec_utils", "eagle_worker_common", "ngram_worker", "eagle_worker_v2", "standalone_worker_v2")
+    names = (
+        "eagle_utils",
+        "spec_utils",
+        "eagle_worker_common",
+        "ngram_worker",
+        "eagle_worker_v2",
+        "standalone_worker_v2",
+    )
     for name in names:
         importlib.import_module(f"{SPECULATIVE}.{name}")
     for name, module in list(sys.modules.items()):
@@ -71,7 +80,9 @@ def pass_device_gate(original: Any, server_args: Any) -> Any:
     return result
 
 
-def extend(original: Any, self: Any, q: Any, k: Any, v: Any, layer: Any, batch: Any, save_kv_cache: bool = True, **kw: Any) -> Any:
+def extend(
+    original: Any, self: Any, q: Any, k: Any, v: Any, layer: Any, batch: Any, save_kv_cache: bool = True, **kw: Any
+) -> Any:
     """Attention of a fixed number of new tokens per request, which this backend knows as a plain extend only."""
     mode = batch.forward_mode
     if mode.is_target_verify():
@@ -142,7 +153,9 @@ def skew(logits: Any) -> None:
         logits.add_(torch.randn(logits.shape, generator=_noise).to(logits.dtype) * size * logits.std())
 
 
-def skew_tree_logits(original: Any, verify_input: Any, batch: Any, logits_output: Any, *args: Any, **kwargs: Any) -> Any:
+def skew_tree_logits(
+    original: Any, verify_input: Any, batch: Any, logits_output: Any, *args: Any, **kwargs: Any
+) -> Any:
     if not batch.forward_mode.is_idle():
         skew(logits_output.next_token_logits)
     return original(verify_input, batch, logits_output, *args, **kwargs)

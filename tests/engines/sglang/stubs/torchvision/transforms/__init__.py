@@ -6,5 +6,8 @@ __all__ = ["InterpolationMode", "functional"]
 
 InterpolationMode = Enum(
     "InterpolationMode",
-    {name.upper().replace("-", "_"): name for name in "nearest nearest-exact bilinear bicubic box hamming lanczos".split()},
+    {
+        name.upper().replace("-", "_"): name
+        for name in "nearest nearest-exact bilinear bicubic box hamming lanczos".split()
+    },
 )
