@@ -20,9 +20,9 @@ from pathlib import Path
 os.environ.setdefault("TRITON_INTERPRET", "1")
 sys.path.insert(0, str(Path(__file__).parent / "stubs"))
 
-import torch  # noqa: E402
-from case import Case  # noqa: E402
-from ranks import fork_ranks  # noqa: E402
+import torch
+from case import Case
+from ranks import fork_ranks
 
 ALGORITHMS = ("dspark", "dflash", "eagle", "ngram")
 POLICIES = {

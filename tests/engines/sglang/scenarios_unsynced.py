@@ -1,4 +1,4 @@
-"""SGLang 0.5.17, which synchronises next to nothing itself: its own decision functions on inputs that differ by rank."""
+"""SGLang 0.5.17, which synchronises next to nothing: its own decision functions on inputs that differ by rank."""
 
 from __future__ import annotations
 

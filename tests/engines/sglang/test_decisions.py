@@ -1,4 +1,4 @@
-"""The engine's own decision functions on ranks whose inputs differ: they disagree without specsync, and agree with it."""
+"""The engine's own decision functions on ranks with different inputs: they disagree without specsync, agree with it."""
 
 from __future__ import annotations
 

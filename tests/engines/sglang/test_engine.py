@@ -1,4 +1,4 @@
-"""The real engine, two ranks on CPU, rank 1's logits skewed: a deadlock or wrong text without specsync, right text with it."""
+"""The real engine on two CPU ranks, rank 1 skewed: a deadlock or wrong text without specsync, right text with it."""
 
 from __future__ import annotations
 

@@ -4,10 +4,5 @@ from torchvision.transforms import functional
 
 __all__ = ["InterpolationMode", "functional"]
 
-InterpolationMode = Enum(
-    "InterpolationMode",
-    {
-        name.upper().replace("-", "_"): name
-        for name in "nearest nearest-exact bilinear bicubic box hamming lanczos".split()
-    },
-)
+NAMES = ("nearest", "nearest-exact", "bilinear", "bicubic", "box", "hamming", "lanczos")
+InterpolationMode = Enum("InterpolationMode", {name.upper().replace("-", "_"): name for name in NAMES})
