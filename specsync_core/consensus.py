@@ -1,12 +1,17 @@
-"""Agreement on host values: one gather of small frames over a CPU group, then the same pure function everywhere."""
+"""Agreement on host values: one gather of small frames over a CPU group, then the same pure function everywhere.
+
+Agreements that are pending at the same moment travel in one gather. A rank that has no value, because what computes
+it raised or because it does not fit, takes part all the same: every rank then raises, and the group stays usable.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from specsync_core.collectives import gather_bytes
+from specsync_core.collectives import gather_bytes, store_of
 from specsync_core.errors import PayloadError, TransportError
 
 if TYPE_CHECKING:
@@ -17,41 +22,86 @@ Op = Literal["min", "max", "all", "any", "root"]
 FRAME_BYTES = 512
 """Size of the first gather; a longer value travels in a second one of an agreed size."""
 LENGTH_DIGITS = 8
+MAX_BYTES = 10**LENGTH_DIGITS - 1
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One agreement, as one rank brings it."""
+
+    slug: str
+    call: int
+    """The site's call number; with ``slug`` and ``op`` it shows that all ranks agree on the same thing."""
+    op: Op
+    compute: Callable[[], Any]
+    """Gives this rank's number, flag, string, None, or list of those."""
+    leads: bool = False
+    """Only group rank 0 computes."""
+
+    @property
+    def place(self) -> str:
+        return f"call {self.call} of {self.slug}, {'led by group rank 0' if self.leads else f'op {self.op}'}"
 
 
 def agree_over(
     cpu_group: dist.ProcessGroup, slug: str, call: int, op: Op, compute: Callable[[], Any]
 ) -> tuple[Any, Any]:
-    """Return this rank's value and the group's.
+    """`agree_together` on a single value: return this rank's and the group's."""
+    return agree_together(cpu_group, [Ask(slug, call, op, compute)])[0]
 
-    A rank whose ``compute`` raises takes part all the same, so that every rank raises.
 
-    Args:
-        slug: the site; with ``call`` and ``op`` it shows that all ranks agree on the same thing.
-        op: ``min`` and ``max`` of numbers; ``all`` and ``any`` of flags, or of lists (the elements that all or
-            any ranks hold, in rank order); ``root`` takes group rank 0's value.
-        compute: gives this rank's number, flag, string, None, or list of those.
+def agree_together(cpu_group: dist.ProcessGroup, asks: Sequence[Ask]) -> list[tuple[Any, Any]]:
+    """Agree on several values in one collective; return for each this rank's value and the group's.
+
+    ``min`` and ``max`` take numbers; ``all`` and ``any`` flags, or lists (the elements that all or any ranks
+    hold, in rank order); ``root`` takes group rank 0's value. Where group rank 0 leads, the others have no value
+    of their own, and get group rank 0's for it.
 
     Raises:
-        PayloadError: on every rank, when one rank's value cannot be computed or does not fit ``op``.
+        PayloadError: on every rank, when one rank's value cannot be computed or does not fit its op.
         TransportError: the ranks' calls do not match, a peer gave up, or the collective failed.
     """
-    proposal: dict[str, Any] = {"at": f"call {call} of {slug}, op {op}"}
+    store = store_of(cpu_group)
+    slugs = ", ".join(ask.slug for ask in asks)
+    causes: list[Exception] = []
     try:
-        value = proposal["value"] = _plain(compute(), op)
-    except Exception as error:  # delivered to every rank, which then raise together
-        value, proposal["error"] = None, f"{type(error).__name__}: {error}"
-    proposals = [json.loads(text) for text in _gather(cpu_group, json.dumps(proposal), slug)]
-    places = [proposal["at"] for proposal in proposals]
+        own = [_propose(ask, store.rank, causes) for ask in asks]
+    except BaseException as error:  # an interrupt: the peers must not wait for this rank
+        store.fail(TransportError(f"{slugs}: {type(error).__name__} while it computed its value"))
+        raise
+    proposals = [json.loads(text) for text in _gather(cpu_group, json.dumps(own), slugs)]
+    places = ["; ".join(proposal["at"] for proposal in each) for each in proposals]
     if len(set(places)) > 1:
         where = "; ".join(f"group rank {rank} at {place}" for rank, place in enumerate(places))
-        raise TransportError(f"{slug}: the ranks' agreements do not match: {where}.")
+        raise TransportError(f"{slugs}: the ranks' agreements do not match: {where}.")
     errors = [
-        f"group rank {rank}: {proposal['error']}" for rank, proposal in enumerate(proposals) if "error" in proposal
+        f"{ask.slug}: no agreement, since a rank has no value: group rank {rank}: {each[index]['error']}"
+        for index, ask in enumerate(asks)
+        for rank, each in enumerate(proposals)
+        if "error" in each[index]
     ]
     if errors:
-        raise PayloadError(f"{slug}: no agreement, since a rank has no value: {'; '.join(errors)}")
-    return value, _reduce(op, [proposal["value"] for proposal in proposals])
+        raise PayloadError("\n".join(errors)) from (causes[0] if causes else None)
+    agreed = [_reduce(ask.op, [each[index].get("value") for each in proposals]) for index, ask in enumerate(asks)]
+    return [
+        (value if ask.leads else proposal["value"], value)
+        for ask, proposal, value in zip(asks, own, agreed, strict=True)
+    ]
+
+
+def _propose(ask: Ask, rank: int, causes: list[Exception]) -> dict[str, Any]:
+    proposal: dict[str, Any] = {"at": ask.place}
+    if ask.leads and rank:
+        return proposal
+    try:
+        proposal["value"] = _plain(ask.compute(), ask.op)
+        if len(json.dumps(proposal["value"])) > MAX_BYTES // 2:
+            raise PayloadError(f"a value of more than {MAX_BYTES // 2} bytes is too long to agree on")
+    except Exception as error:  # delivered to every rank, which then raise together
+        proposal.pop("value", None)
+        proposal["error"] = f"{type(error).__name__}: {error}"
+        causes.append(error)
+    return proposal
 
 
 def _plain(value: Any, op: Op) -> Any:
@@ -80,20 +130,25 @@ def _reduce(op: Op, values: Sequence[Any]) -> Any:
         return values[0]
     if op in ("min", "max"):
         return min(values) if op == "min" else max(values)
-    if any(isinstance(value, list) for value in values):
-        union = list(dict.fromkeys(element for value in values for element in value))
-        return union if op == "any" else [element for element in union if all(element in value for value in values)]
+    lists = [value for value in values if isinstance(value, list)]
+    if len(lists) == len(values):
+        held = [{json.dumps(element): element for element in value} for value in lists]  # elements may be lists
+        union = {key: element for elements in held for key, element in elements.items()}
+        return [element for key, element in union.items() if op == "any" or all(key in each for each in held)]
+    if lists:
+        raise PayloadError(f"op {op!r} takes a list on every rank or on none")
     return all(values) if op == "all" else any(values)
 
 
-def _gather(cpu_group: dist.ProcessGroup, text: str, slug: str) -> list[str]:
+def _gather(cpu_group: dist.ProcessGroup, text: str, slugs: str) -> list[str]:
     data = text.encode()
+    what = f"agreement at {slugs}"
     first = f"{len(data):{LENGTH_DIGITS}}".encode() + data[: FRAME_BYTES - LENGTH_DIGITS]
-    frames = gather_bytes(cpu_group, first.ljust(FRAME_BYTES), f"agreement at {slug}")
+    frames = gather_bytes(cpu_group, first.ljust(FRAME_BYTES), what)
     lengths = [int(frame[:LENGTH_DIGITS]) for frame in frames]
     heads = [frame[LENGTH_DIGITS : LENGTH_DIGITS + length] for frame, length in zip(frames, lengths, strict=True)]
     longest = max(lengths) - (FRAME_BYTES - LENGTH_DIGITS)
     if longest > 0:
-        tails = gather_bytes(cpu_group, data[FRAME_BYTES - LENGTH_DIGITS :].ljust(longest), f"agreement at {slug}")
+        tails = gather_bytes(cpu_group, data[FRAME_BYTES - LENGTH_DIGITS :].ljust(longest), what)
         heads = [(head + tail)[:length] for head, tail, length in zip(heads, tails, lengths, strict=True)]
     return [head.decode() for head in heads]

@@ -124,6 +124,27 @@ class SiteCounter:
         totals[3] += mismatches
         totals[4] += mismatches > 0
 
+    def count_ragged(self, own: Sequence[Tensor], rank0: Sequence[Tensor], step: int) -> None:
+        """Count one call whose host tensors may differ in shape from group rank 0's: then all of the larger differs."""
+        totals = self._totals
+        totals[0] += 1
+        totals[1] += sum(tensor.nbytes for tensor in rank0)
+        if self._group_rank == 0:
+            return
+        mismatches = 0
+        for position, (mine, theirs) in enumerate(zip(own, rank0, strict=True)):
+            totals[2] += max(mine.numel(), theirs.numel())
+            if mine.shape == theirs.shape:
+                mismatches += self._mismatches(position, mine, theirs, step)
+                continue
+            mismatches += max(mine.numel(), theirs.numel())
+            if self._first is None:
+                name = f"shape of {self._site.tensors[position].name}"
+                shapes = [list(tensor.shape) for tensor in (mine, theirs)]
+                self._first = FirstDivergence(step, totals[0], self._group_rank, name, (), *shapes)
+        totals[3] += mismatches
+        totals[4] += mismatches > 0
+
     def count_value(self, own: Any, agreed: Any, step: int) -> None:
         """Count one agreement on a host value."""
         self._totals[0] += 1

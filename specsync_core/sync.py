@@ -9,32 +9,32 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from specsync_core.agreements import Agreements, Pending, settle_mapping
 from specsync_core.collectives import GroupStore, store_of
-from specsync_core.consensus import Op, agree_over
+from specsync_core.consensus import Op
 from specsync_core.counters import SiteCounter, SiteStats
-from specsync_core.errors import PayloadError, RegistryError, SpecSyncError, TransportError
+from specsync_core.errors import PayloadError, RegistryError
 from specsync_core.facts import Facts
-from specsync_core.groups import Group, ParallelGroups, consensus_group, select_group
+from specsync_core.groups import Group, ParallelGroups, select_group
 from specsync_core.handshake import shake_hands
 from specsync_core.manager import load_registry
 from specsync_core.memory import free_memory_gib
-from specsync_core.payload import Packet, Signature, declared, describe, find_problem, signature_of
+from specsync_core.payload import declared
 from specsync_core.plan import Plan, resolve_plan
+from specsync_core.point import Point, PointCall, passthrough
 from specsync_core.registry import Site
 from specsync_core.transports import Choice, Transport, choose_transport
-from specsync_core.transports.base import CountingTransport, Move, copy_all_
+from specsync_core.transports.base import CountingTransport
 from specsync_core.transports.one_shot_draw import draw_then, find_draw_problem
 
-logger = logging.getLogger("specsync")
+__all__ = ["PointCall", "SpecTpSync", "Tap"]
 
-PointCall = Callable[..., Any]
-"""Takes a site's tensors; returns the one tensor, or all of them as a tuple."""
+logger = logging.getLogger("specsync")
 
 
 class Tap(Protocol):
@@ -74,7 +74,7 @@ class SpecTpSync:
         self.plan = plan.with_dp_attention(groups.dp_attention)
         self.step = 0
         """The engine's step, for diagnostics; `next_step` counts it up."""
-        self._taps = tuple(taps)
+        self.taps = tuple(taps)
         self._group = select_group(groups)
         self._store: GroupStore | None = None
         if handshake and groups.tp.world_size > 1:
@@ -89,7 +89,9 @@ class SpecTpSync:
             slug: SiteCounter(planned.site, planned.mode.value, self._group.rank_in_group)
             for slug, planned in self.plan.sites.items()
         }
-        self._agreements: dict[str, int] = {}
+        self._agreements = Agreements(self)
+        self._live: dict[str, Point] = {}
+        """The points of the sites that are on, without taps."""
         self._points = {
             slug: self._bind(planned.site)
             for slug, planned in self.plan.sites.items()
@@ -169,6 +171,51 @@ class SpecTpSync:
         point(tokens_B)
         return tokens_B
 
+    def sync_ragged(self, site: Site | str | int, *tensors: Tensor) -> Any:
+        """Bring group rank 0's tensors to every rank where their *sizes* may differ between ranks.
+
+        For drafts that each host found on its own: ``lens_B, tokens_N = sync.sync_ragged(site, lens_B, tokens_N)``.
+        The sizes travel first, then the values: two broadcasts, however many tensors there are.
+
+        Args:
+            tensors: as `sync` takes them; dtypes and numbers of dimensions must be the same on every rank.
+
+        Returns:
+            One tensor for one, a tuple for several, with group rank 0's shapes and values. A tensor that has group
+            rank 0's shape is written in place and returned; the others are replaced, so use what is returned. Where
+            the site is off, or only audited, the tensors as they are.
+
+        Raises:
+            RegistryError, PayloadError, TransportError: as `sync`.
+
+        Graph: never inside capture; the host reads the sizes, which waits for the device.
+        """
+        point = self.point(site)
+        slug = self.plan.registry.site(site).slug
+        live = self._live.get(slug)
+        act: PointCall = passthrough if live is None else lambda *own: _one_or_all(live.ragged(own))
+        if self.taps:
+            return _between(self, self.plan.registry.site(slug), live or point, self.taps, tensors, act)
+        return act(*tensors)
+
+    def sync_lists(self, site: Site | str | int, rows: Sequence[Sequence[int]]) -> list[list[int]]:
+        """`sync_ragged` for lists of integers on the host: return group rank 0's rows, however many and long.
+
+        Args:
+            site: declares two tensors of one dimension: the rows' lengths, then all values behind one another.
+        """
+        lengths = torch.tensor([len(row) for row in rows], dtype=self._dtype(site, 0))
+        values = torch.tensor([value for row in rows for value in row], dtype=self._dtype(site, 1))
+        lengths, values = self.sync_ragged(site, lengths, values)
+        return [part.tolist() for part in values.split(lengths.tolist())]
+
+    def _dtype(self, key: Site | str | int, position: int) -> torch.dtype:
+        site = self.plan.registry.site(key)
+        if len(site.tensors) != 2 or any(len(spec.shape) != 1 for spec in site.tensors):
+            raise PayloadError(f"{site}: lists need a site with two tensors [B] and [N]; it takes {declared(site)}.")
+        dtype: torch.dtype = getattr(torch, site.tensors[position].dtypes[0])
+        return dtype
+
     def _find_point(self, key: Site | str | int) -> PointCall:
         site = self.plan.registry.site(key)
         if site.slug not in self._points:
@@ -181,10 +228,12 @@ class SpecTpSync:
     def _bind(self, site: Site) -> PointCall:
         if self.enabled(site):
             transport = self._transport(self.plan[site.slug].transport.value)
-            call: PointCall = Point(self, site, self._group, self._store, transport, self._counters[site.slug])
+            point = Point(self, site, self._group, self._store, transport, self._counters[site.slug])
+            call: PointCall = point
+            self._live[site.slug] = point
         else:
             call = passthrough
-        return _tapped(self, site, call, self._taps) if self._taps else call
+        return _tapped(self, site, call, self.taps) if self.taps else call
 
     def _transport(self, requested: str) -> Transport:
         if requested not in self.transports:
@@ -230,22 +279,51 @@ class SpecTpSync:
         """
         return float(self._agree(site, "min", group, lambda: free_memory_gib(device, gpu_id)))
 
+    def agree_many(self, values: Mapping[str, tuple[Any, Op]], *, group: Group | None = None) -> dict[str, Any]:
+        """Agree on several host values in one collective.
+
+        Args:
+            values: per slug the value and its op, as `agree` takes them; alike keys in the same order on every rank.
+
+        Returns:
+            Per slug what `agree` would return. Raises as `agree`, with a line for each value that a rank lacks.
+        """
+        return settle_mapping(self._agreements, values, group)
+
+    def together(self, group: Group | None = None) -> Pending:
+        """Gather agreements that are pending at the same moment into one collective.
+
+        with sync.together() as pending:
+            fits = pending.agree("dspark-mem", free_gib, "min")
+            drafts = pending.lead("toy-drafts", find_drafts)
+        use(fits.value, drafts.value)
+        """
+        return Pending(self._agreements, group)
+
+    def lead(self, site: Site | str | int, compute: Callable[[], Any], *, group: Group | None = None) -> Any:
+        """Let group rank 0 alone compute a host value, and give it to every rank.
+
+        Where the site is off or only audited every rank computes, and keeps its own value.
+
+        Args:
+            compute: gives a number, a flag, a string, None, or a list of those. The other ranks wait while it runs,
+                as long as the CPU group's own time-out allows.
+
+        Raises:
+            PayloadError: on every rank, when ``compute`` raised on group rank 0, with its error.
+            GroupError, TransportError: as `agree`.
+
+        Graph: host only; never inside capture.
+        """
+        wanted = self._agreements.want(site, "root", compute, leads=True)
+        return self._agreements.settle([wanted], group)[0]
+
     def _agree(self, key: Site | str | int, op: Op, chosen: Group | None, compute: Callable[[], Any]) -> Any:
-        site = self.plan.registry.site(key)
-        if site.kind != "consensus":
-            raise RegistryError(f"{site} is of kind {site.kind}; agree takes consensus sites. Use sync.")
-        group = consensus_group(self.groups, chosen)
-        mode = self.plan.mode(site.slug)
-        if mode == "off" or group.world_size == 1:
-            return compute()
-        call = self._agreements[site.slug] = self._agreements.get(site.slug, 0) + 1
-        tapped = _TappedValue(self, site, compute) if self._taps else None
-        own, agreed = agree_over(group.cpu_group, site.slug, call, op, compute if tapped is None else tapped.before)
+        return self._agreements.settle([self._agreements.want(key, op, compute)], chosen)[0]
+
+    def count_value(self, site: Site, own: Any, agreed: Any) -> None:
+        """Count one agreement."""
         self._counters[site.slug].count_value(own, agreed, self.step)
-        value = agreed if mode == "sync" else own
-        if tapped is not None:
-            tapped.after(value)
-        return value
 
     def next_step(self) -> None:
         """Say that the engine begins its next step."""
@@ -259,169 +337,37 @@ class SpecTpSync:
         return {slug: counter.stats() for slug, counter in self._counters.items()}
 
 
-def passthrough(*tensors: Tensor) -> Any:
-    """A point that does nothing: the site is off, or the group has one rank."""
-    return tensors[0] if len(tensors) == 1 else tensors
-
-
-class Point:
-    """One site that is on, bound to its group, transport and counter. Calling it is the hot path."""
-
-    def __init__(
-        self,
-        owner: SpecTpSync,
-        site: Site,
-        group: Group,
-        store: GroupStore | None,
-        transport: Transport,
-        counter: SiteCounter,
-    ) -> None:
-        self._owner = owner
-        self._site = site
-        self._group = group
-        self._store = store
-        self._transport = transport
-        self._counter = counter
-        self._overwrites = owner.plan.mode(site.slug) == "sync"
-        self._compares = owner.plan.counters or not self._overwrites
-        self._moves: dict[Signature, Move] = {}
-        self._fused: dict[tuple[Signature, bool], Any] = {}
-
-    def __call__(self, *tensors: Tensor) -> Any:
-        try:
-            move = self._known(tensors) or self._admit(tensors)
-            if self._store is not None:
-                self._store.glance()
-            move(tensors)
-        except (SpecSyncError, RuntimeError) as error:
-            self._give_up(error, tensors)
-        return tensors[0] if len(tensors) == 1 else tensors
-
-    def _known(self, tensors: Sequence[Tensor]) -> Move | None:
-        try:
-            return self._moves.get(signature_of(tensors))
-        except AttributeError:  # not tensors: `_admit` says which
-            return None
-
-    def _bind(self, packet: Packet, tensors: Sequence[Tensor]) -> Move:
-        if isinstance(self._transport, CountingTransport):
-            move, counted = self._transport.bind(packet, tensors, overwrite=self._overwrites, count=self._compares)
-            self._transport.set_step(self._owner.step)
-            self._counter.add(counted)
-            return move
-        self._transport.prepare(packet, tensors)
-        self._counter.prepare(packet, tensors)
-        return partial(self._move, packet)
-
-    def _move(self, packet: Packet, tensors: Sequence[Tensor]) -> None:
-        if not self._compares:
-            self._transport.overwrite_(packet, tensors)
-            self._counter.count(packet, tensors, None, self._owner.step)
-            return
-        rank0 = self._transport.fetch(packet, tensors)
-        self._counter.count(packet, tensors, rank0, self._owner.step)
-        if self._overwrites:
-            copy_all_(tensors, rank0)
-
-    def _admit(self, tensors: Sequence[Any]) -> Move:
-        """Check a signature that is new on this rank, together with the other ranks, and make its buffers."""
-        label = describe(tensors)
-        if (problem := self._problem(tensors)) is not None:
-            raise problem
-        self._meet(label, tensors[0].device)
-        packet = Packet(self._site.slug, label, sum(tensor.nbytes for tensor in tensors))
-        with torch.inference_mode(False):  # buffers outlive the caller's mode
-            move = self._bind(packet, tensors)
-        self._moves[signature_of(tensors)] = move
-        return move
-
-    def _meet(self, label: str, device: torch.device) -> None:
-        """Compare a payload that is new on this rank with what the other ranks bring."""
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise TransportError(
-                f"{self._site}: the first call with {label} is inside a graph capture, where buffers cannot be made."
-                " Run the step once eagerly with these shapes before capturing it."
-            )
-        if self._store is None:
-            return
-        labels = self._store.exchange(f"payload of {self._site}", label, self._owner.plan.timeout_s)
-        if len(set(labels)) > 1:
-            brought = "; ".join(f"group rank {rank} {theirs}" for rank, theirs in enumerate(labels))
-            raise PayloadError(f"{self._site}: the ranks bring different payloads: {brought}.")
-
-    @property
-    def draws(self) -> bool:
-        """Whether this point's transport can draw and sync in one launch; audit keeps each rank's own draw."""
-        return self._overwrites and hasattr(self._transport, "bind_draw")
-
-    def draw(self, scores_BV: Tensor, noise_BV: Tensor | None, out_B: Tensor) -> Tensor:
-        """Draw and sync in one launch; see `SpecTpSync.draw`."""
-        key = (signature_of((scores_BV,)), noise_BV is not None)
-        try:
-            if (fused := self._fused.get(key)) is None:
-                fused = self._fused[key] = self._admit_draw(scores_BV, noise_BV)
-            fused(scores_BV, noise_BV, out_B)
-        except (SpecSyncError, RuntimeError) as error:
-            self._give_up(error, (out_B,))
-        return out_B
-
-    def _admit_draw(self, scores_BV: Tensor, noise_BV: Tensor | None) -> Any:
-        label = f"a draw over {describe((scores_BV,) if noise_BV is None else (scores_BV, noise_BV))}"
-        self._meet(label, scores_BV.device)
-        transport: Any = self._transport
-        with torch.inference_mode(False):
-            fused, counted = transport.bind_draw(
-                self._site.slug, label, scores_BV, noisy=noise_BV is not None, count=self._compares
-            )
-        self._counter.add(counted)
-        return fused
-
-    def _problem(self, tensors: Sequence[Any]) -> PayloadError | None:
-        if (problem := find_problem(self._site, tensors)) is None:
-            return None
-        return PayloadError(
-            f"{self._site}: {problem}. It is called with {describe(tensors)}; the site takes {declared(self._site)}."
-        )
-
-    def _give_up(self, error: Exception, tensors: Sequence[Any]) -> NoReturn:
-        """Tell the peers, then raise: they are, or will be, waiting for this rank."""
-        failure = error if isinstance(error, SpecSyncError) else self._problem(tensors)
-        failure = failure or TransportError(f"{self._site}: {error}")
-        if self._store is not None:
-            self._store.fail(failure)
-        raise failure from (None if failure is error else error)
-
-
 def _tapped(owner: SpecTpSync, site: Site, inner: PointCall, taps: Sequence[Tap]) -> PointCall:
     def call(*tensors: Tensor) -> Any:
-        skipped = [tap.before(site, tensors, owner.step) is False for tap in taps]
-        result = passthrough(*tensors) if any(skipped) else inner(*tensors)
-        for tap in taps:
-            tap.after(site, tensors, owner.step)
-        return result
+        return _between(owner, site, inner, taps, tensors, inner)
 
     return call
 
 
-class _TappedValue:
-    """Shows taps a number or flag that is agreed on, as a float64 tensor without dimensions."""
+def _one_or_all(tensors: tuple[Tensor, ...]) -> Any:
+    return tensors[0] if len(tensors) == 1 else tensors
 
-    def __init__(self, owner: SpecTpSync, site: Site, compute: Callable[[], Any]) -> None:
-        self._owner, self._site, self._compute = owner, site, compute
 
-    def before(self) -> Any:
-        value = self._compute()
-        if not isinstance(value, (bool, int, float)):
-            return value
-        shown = torch.tensor(float(value), dtype=torch.float64)
-        for tap in self._owner._taps:
-            tap.before(self._site, (shown,), self._owner.step)
-        return value if shown.item() == value else type(value)(shown.item())
-
-    def after(self, value: Any) -> None:
-        if isinstance(value, (bool, int, float)):
-            for tap in self._owner._taps:
-                tap.after(self._site, (torch.tensor(float(value), dtype=torch.float64),), self._owner.step)
+def _between(
+    owner: SpecTpSync,
+    site: Site,
+    point: PointCall,
+    taps: Sequence[Tap],
+    tensors: Sequence[Tensor],
+    act: PointCall,
+) -> Any:
+    """Show the taps what goes into a call and what comes out. One that raises fails the group, as the call would."""
+    try:
+        skipped = [tap.before(site, tensors, owner.step) is False for tap in taps]
+        result = passthrough(*tensors) if any(skipped) else act(*tensors)
+        shown = result if isinstance(result, tuple) else (result,)
+        for tap in taps:
+            tap.after(site, shown, owner.step)
+    except BaseException as error:
+        if isinstance(point, Point):
+            point.give_up(error, tensors)
+        raise
+    return result
 
 
 def _platform() -> str:

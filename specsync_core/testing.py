@@ -1,6 +1,6 @@
 """Run functions on real ranks, for tests of everything that communicates.
 
-`run_ranks` spawns one process per rank, initialises a gloo process group on a file rendezvous, and brings
+`run_ranks` starts one process per rank, initialises a gloo process group on a file rendezvous, and brings
 back every rank's value. A rank that fails, hangs or exits fails the caller, and its peers are ended.
 """
 
@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import os
 import pickle
+import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
+from functools import partial
+from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from multiprocessing.connection import wait as wait_any
 from pathlib import Path
@@ -20,6 +23,8 @@ from typing import Any
 
 START_S = 60.0
 """Time that importing torch and meeting may take on top of a test's own time-out."""
+END_S = 15.0
+"""Time that the survivors of a lost rank may take to end."""
 
 
 class RankError(AssertionError):
@@ -32,27 +37,32 @@ def run_ranks(
     timeout_s: float = 30.0,
     args: Sequence[Any] = (),
     group_timeout_s: float = 20.0,
+    lost: Collection[int] = (),
+    setup: Callable[..., str] | None = None,
 ) -> list[Any]:
     """Run ``fn(rank, world_size, *args)`` on ``world_size`` gloo ranks and return their values by rank.
 
     Args:
-        fn: a function at module level (processes are spawned, not forked).
+        fn: a function at module level; it runs in a process of its own, with the caller's environment.
         timeout_s: how long ``fn`` may take after all ranks have met.
         group_timeout_s: the process group's own time-out.
+        lost: ranks that are killed, stopped or cut off on purpose: nothing is expected of them, and their value is
+            None. The others must then also end by themselves, with exit code 0.
+        setup: called as ``setup(rank, *args)`` before the rank meets the others; returns the ``init_method``.
+            None meets through a file.
 
     Raises:
         RankError: a rank raised (with its traceback), did not finish in time, or exited.
     """
-    import torch.multiprocessing as multiprocessing
-
-    context = multiprocessing.get_context("spawn")
+    context = _context()
     with tempfile.TemporaryDirectory(prefix="specsync-ranks-") as folder:
+        meet = setup or partial(_meet_through_file, str(Path(folder) / "rendezvous"))
         pipes, processes = [], []
         for rank in range(world_size):
             receiver, sender = context.Pipe(duplex=False)
             process = context.Process(
                 target=_rank_main,
-                args=(sender, fn, rank, world_size, str(Path(folder) / "rendezvous"), args, group_timeout_s),
+                args=(sender, fn, rank, world_size, meet, args, group_timeout_s, dict(os.environ)),
                 daemon=True,
             )
             process.start()
@@ -60,7 +70,10 @@ def run_ranks(
             pipes.append(receiver)
             processes.append(process)
         try:
-            return _gather(pipes, processes, timeout_s)
+            values = _gather(pipes, processes, timeout_s, lost)
+            if lost:
+                _expect_orderly_ends(processes, lost)
+            return values
         finally:
             for process in processes:
                 process.kill() if process.is_alive() else None
@@ -69,12 +82,35 @@ def run_ranks(
                 pipe.close()
 
 
-def _gather(pipes: list[Connection], processes: list[Any], timeout_s: float) -> list[Any]:
-    values: dict[int, Any] = {}
+def _context() -> Any:
+    """Processes are forked from a server that has imported torch once; never from the caller, which has threads."""
+    if sys.platform != "linux":
+        return get_context("spawn")
+    context = get_context("forkserver")
+    context.set_forkserver_preload(["torch.distributed"])
+    return context
+
+
+def _meet_through_file(rendezvous: str, rank: int, *args: Any) -> str:
+    return f"file://{rendezvous}"
+
+
+def _expect_orderly_ends(processes: list[Any], lost: Collection[int]) -> None:
+    deadline = time.monotonic() + END_S
+    for rank, process in enumerate(processes):
+        if rank not in lost:
+            process.join(max(0.0, deadline - time.monotonic()))
+            if process.exitcode != 0:
+                how = "did not exit" if process.exitcode is None else f"exited with code {process.exitcode}"
+                raise RankError(f"rank {rank} returned its value, but {how} within {END_S:g} s")
+
+
+def _gather(pipes: list[Connection], processes: list[Any], timeout_s: float, lost: Collection[int]) -> list[Any]:
+    values: dict[int, Any] = dict.fromkeys(lost)
     waiting = {pipe: rank for rank, pipe in enumerate(pipes)}
     deadline = time.monotonic() + START_S + timeout_s
     met = 0
-    while waiting:
+    while set(waiting.values()) - set(lost):
         ready = wait_any(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
         if not ready:
             raise RankError(f"ranks {sorted(waiting.values())} of {len(pipes)} did not finish within {timeout_s:g} s")
@@ -83,6 +119,9 @@ def _gather(pipes: list[Connection], processes: list[Any], timeout_s: float) -> 
             try:
                 kind, value = pickle.loads(pipe.recv_bytes())  # type: ignore[union-attr]
             except EOFError:
+                if rank in lost:
+                    del waiting[pipe]  # type: ignore[arg-type]
+                    continue
                 processes[rank].join(5)
                 raise RankError(f"rank {rank} exited with code {processes[rank].exitcode} and no value") from None
             if kind == "error":
@@ -101,19 +140,23 @@ def _rank_main(
     fn: Callable[..., Any],
     rank: int,
     world_size: int,
-    rendezvous: str,
+    meet: Callable[..., str],
     args: Sequence[Any],
     group_timeout_s: float,
+    environ: dict[str, str],
 ) -> None:
+    os.environ.clear()  # the server that this process was forked from has an older one
+    os.environ.update(environ)
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     try:
+        init_method = meet(rank, *args)
         dist.init_process_group(
             "gloo",
-            init_method=f"file://{rendezvous}",
+            init_method=init_method,
             rank=rank,
             world_size=world_size,
             timeout=timedelta(seconds=group_timeout_s),

@@ -1,6 +1,9 @@
+import time
+
 import torch.distributed as dist
 
-from specsync_core.consensus import agree_over
+from specsync_core import Facts, ParallelGroups, SpecTpSync, TorchGroup, load_registry, resolve_plan
+from specsync_core.consensus import Ask, agree_over, agree_together
 from specsync_core.errors import PayloadError, SpecSyncError, TransportError
 from specsync_core.testing import run_ranks
 
@@ -94,3 +97,170 @@ def test_ranks_that_agree_on_different_things_all_learn_of_it():
         for name in ("sites", "calls", "ops"):
             assert found[name][0] is TransportError
             assert "the ranks' agreements do not match: group rank 0 at call" in found[name][1]
+
+
+def mixed(rank: int, world_size: int) -> object:
+    first = agree("toy-gate", 1, "all", lambda: [1] if rank else True)
+    nested = agree("toy-gate", 2, "all", lambda: [[1, 2], [3]] if rank else [[3], [1]])
+    return first, nested
+
+
+def test_lists_on_some_ranks_only_raise_on_every_rank_and_elements_may_be_lists():
+    for (kind, message), nested in run_ranks(mixed, 2):
+        assert kind is PayloadError
+        assert message == "op 'all' takes a list on every rank or on none"
+        assert nested[1] == [[3]]
+
+
+def consensus_sync(policy: str = "all") -> SpecTpSync:
+    environ = {"SPECSYNC_SITES": policy, "SPECSYNC_TIMEOUT_S": "10"}
+    plan = resolve_plan(load_registry(), environ=environ, facts=Facts(platform="cpu"))
+    return SpecTpSync(ParallelGroups(tp=TorchGroup()), plan=plan)
+
+
+def counted_gathers(fn):
+    """Run ``fn`` and count the collectives of this rank."""
+    made, original = [], dist.all_gather
+
+    def all_gather(*args, **kwargs):
+        made.append(1)
+        return original(*args, **kwargs)
+
+    dist.all_gather = all_gather
+    try:
+        return fn(), len(made)
+    finally:
+        dist.all_gather = original
+
+
+def several_at_once(rank: int, world_size: int) -> dict[str, object]:
+    sync, audit, off = consensus_sync(), consensus_sync("all:audit"), consensus_sync("all,-dflash-mem")
+    wanted = {"dspark-mem": (4.0 - rank, "min"), "dflash-mem": (rank, "max"), "eagle-ngram-corpus": (rank == 0, "any")}
+    found = {
+        name: counted_gathers(lambda each=each: each.agree_many(wanted))
+        for name, each in (("sync", sync), ("audit", audit), ("off", off))
+    }
+    with sync.together() as pending:
+        ids = pending.agree("eagle-ngram-corpus", [7, rank, 9], "all")
+        same_site_again = pending.agree("eagle-ngram-corpus", rank == 1, "any")
+        led = pending.lead("dspark-mem", lambda: [f"made on rank {rank}"])
+        try:
+            early = ids.value
+        except RuntimeError as error:
+            early = str(error)
+    found["together"] = (ids.value, same_site_again.value, led.value, early)
+    found["nothing"] = counted_gathers(lambda: sync.agree_many({}))
+    found["stats"] = {slug: stats.calls for slug, stats in sync.stats().items() if stats.calls}
+    return found
+
+
+def test_agreements_that_are_pending_together_cost_one_collective():
+    for rank, found in enumerate(run_ranks(several_at_once, 3)):
+        agreed = {"dspark-mem": 2.0, "dflash-mem": 2, "eagle-ngram-corpus": True}
+        own = {"dspark-mem": 4.0 - rank, "dflash-mem": rank, "eagle-ngram-corpus": rank == 0}
+        assert found["sync"] == (agreed, 1)
+        assert found["audit"] == (own, 1)
+        assert found["off"] == ({**agreed, "dflash-mem": rank}, 1)
+        assert found["together"][:3] == ([7, 9], True, ["made on rank 0"])
+        assert "when the `with sync.together()` block ends" in found["together"][3]
+        assert found["nothing"] == ({}, 0)
+        assert found["stats"] == {"dspark-mem": 2, "dflash-mem": 1, "eagle-ngram-corpus": 3}
+
+
+def caught(fn, *args, **kwargs):
+    try:
+        return fn(*args, **kwargs)
+    except Exception as error:
+        return type(error), str(error)
+
+
+def several_with_errors(rank: int, world_size: int) -> list[object]:
+    sync = consensus_sync()
+    wanted = {"dspark-mem": (float("nan") if rank else 1.0, "min"), "dflash-mem": ("x" if rank == 0 else 1, "max")}
+    failed = caught(sync.agree_many, wanted)
+    other = caught(sync.agree_many, {"dspark-mem" if rank else "dflash-mem": (1, "min")})
+
+    def leave():
+        with sync.together() as pending:
+            pending.agree("dspark-mem", 1, "min")
+            raise KeyError("the block failed on every rank, and nothing was agreed on")
+
+    return [failed, other, caught(leave)[0], sync.agree("eagle-ngram-corpus", rank, "max")]
+
+
+def test_one_bad_value_among_several_names_site_and_rank_on_every_rank():
+    for failed, other, left, usable in run_ranks(several_with_errors, 2):
+        assert failed[0] is PayloadError
+        assert "dspark-mem: no agreement, since a rank has no value: group rank 1: PayloadError: op 'min'" in failed[1]
+        assert "dflash-mem: no agreement, since a rank has no value: group rank 0: PayloadError: op 'max'" in failed[1]
+        assert other[0] is TransportError
+        assert "do not match: group rank 0 at call 2 of dflash-mem, op min; group rank 1 at call 2 of" in other[1]
+        assert left is KeyError
+        assert usable == 1
+
+
+def led(rank: int, world_size: int) -> dict[str, object]:
+    ran = []
+
+    def drafts():
+        ran.append(rank)
+        return [[rank, 1], [], [2] * 500]
+
+    def fails():
+        if rank == 0:
+            raise LookupError("no draft was found")
+        raise AssertionError("only group rank 0 computes")
+
+    sync, audit, off = consensus_sync(), consensus_sync("all:audit"), consensus_sync("off")
+    found = {"value": sync.lead("eagle-ngram-corpus", drafts), "ran": list(ran)}
+    found["error"] = caught(sync.lead, "eagle-ngram-corpus", fails)
+    found["audit"] = audit.lead("eagle-ngram-corpus", drafts)
+    first = audit.stats()["eagle-ngram-corpus"].first_divergence
+    found["first"] = first and (first.own, first.rank0)
+    found["off"] = off.lead("eagle-ngram-corpus", drafts)
+    found["mixed"] = caught(sync.lead if rank else sync.agree, "eagle-ngram-corpus", drafts if rank else 1)
+    found["inert"] = caught(sync.lead, "eagle-ngram-corpus", drafts, group=GroupOfOne())
+    found["usable"] = sync.lead("eagle-ngram-corpus", lambda: rank + 5)
+    return found
+
+
+class GroupOfOne:
+    world_size, rank_in_group, cpu_group = 1, 0, None
+
+    def broadcast(self, tensor, src=0):
+        raise AssertionError("a group of one broadcasts nothing")
+
+
+def test_a_leader_computes_for_all_and_its_error_reaches_all():
+    for rank, found in enumerate(run_ranks(led, 2)):
+        assert found["value"] == [[0, 1], [], [2] * 500]
+        assert found["ran"] == ([0] if rank == 0 else [])
+        assert found["error"][0] is PayloadError
+        assert "group rank 0: LookupError: no draft was found" in found["error"][1]
+        assert found["audit"] == found["off"] == [[rank, 1], [], [2] * 500]
+        assert (found["first"] is None) == (rank == 0)
+        assert found["mixed"][0] is TransportError
+        assert "op root; group rank 1 at call 3 of eagle-ngram-corpus, led by group rank 0" in found["mixed"][1]
+        assert found["inert"][0].__name__ == "GroupError"
+        assert found["usable"] == 5
+
+
+def interrupted(rank: int, world_size: int) -> object:
+    def stop():
+        raise KeyboardInterrupt
+
+    if rank == 0:
+        try:
+            agree_together(dist.group.WORLD, [Ask("toy-gate", 1, "min", stop)])
+        except KeyboardInterrupt:
+            return "interrupted", "", 0.0
+    started = time.monotonic()
+    kind, message = agree("toy-gate", 1, "min", lambda: 1)
+    return kind.__name__, message, time.monotonic() - started
+
+
+def test_an_interrupt_on_one_rank_ends_the_wait_of_the_others():
+    (first, *_), (second, message, waited_s) = run_ranks(interrupted, 2, group_timeout_s=60)
+    assert (first, second) == ("interrupted", "TransportError")
+    assert "group rank 0 gave up: toy-gate: KeyboardInterrupt while it computed its value" in message
+    assert waited_s < 30

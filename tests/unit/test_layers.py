@@ -18,15 +18,25 @@ LAYERS = (
     {"errors"},
     {"registry", "registry_files", "policy", "policy_file", "settings", "facts", "algorithm"},
     {"hookspecs", "manager", "sources", "narrowing", "plan"},
-    {"payload", "counters", "collectives", "groups", "transports"},
-    {"handshake", "consensus", "memory", "sync", "decisions", "replay"},
+    {
+        "liveness",
+        "bounded_store",
+        "group_store",
+        "payload",
+        "counters",
+        "collectives",
+        "groups",
+        "transports",
+        "ragged",
+    },
+    {"handshake", "consensus", "agreements", "memory", "point", "sync", "decisions", "replay"},
     {"diagnostics"},
     {"engines"},
     {"demo", "cli", "testing", "bench"},
 )
 """Modules and packages of the core, the lowest layer first."""
 
-DISTRIBUTED = {"collectives", "groups", "transports", "demo", "testing", "bench"}
+DISTRIBUTED = {"bounded_store", "group_store", "collectives", "groups", "transports", "demo", "testing", "bench"}
 """May use torch.distributed. The last three measure it or start and end process groups, as an engine does."""
 
 ENVIRONMENT = {"settings", "demo", "testing"}

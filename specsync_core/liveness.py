@@ -1,0 +1,52 @@
+"""Whether the process of a peer still lives, as far as this machine can tell. No torch."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+STATES = {"T": "is stopped (SIGSTOP)", "t": "is stopped by a debugger", "Z": "has ended", "X": "has ended"}
+"""States of ``/proc/PID/stat`` in which a process does nothing any more."""
+
+
+def own_identity() -> dict[str, Any]:
+    """Return what a peer on the same machine needs to ask after this process; JSON can hold it."""
+    return {"pid": os.getpid(), "host": socket.gethostname(), "place": _place(), "start": _stat(os.getpid())[1]}
+
+
+def name_of(identity: dict[str, Any] | None) -> str:
+    """Return ``pid 4711 on HOST``, or nothing for a process that never introduced itself."""
+    return "" if identity is None else f"pid {identity['pid']} on {identity['host']}"
+
+
+def ending_of(identity: dict[str, Any] | None) -> str | None:
+    """Return why a process does nothing any more, in words that follow its name.
+
+    None when it runs, or when that cannot be seen from here: another machine, another pid namespace.
+    """
+    if identity is None or identity["place"] is None or identity["place"] != _place():
+        return None
+    state, start = _stat(identity["pid"])
+    if state is None or start != identity["start"]:  # gone, or its number belongs to another process now
+        return "has ended"
+    return STATES.get(state)
+
+
+def _place() -> str | None:
+    """What a pid is relative to: this boot of this machine, and the pid namespace."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return None
+
+
+def _stat(pid: int) -> tuple[str | None, str | None]:
+    """State letter and start time, None for both where there is no such process or no ``/proc``."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()  # the name may hold brackets
+        return fields[0], fields[19]
+    except (OSError, IndexError):
+        return None, None
