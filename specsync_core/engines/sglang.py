@@ -16,6 +16,7 @@ from typing import Any
 
 from specsync_core.collectives import GroupStore, store_of
 from specsync_core.engines.hooks import Hook, active_points, build_hooks
+from specsync_core.engines.known import SGLANG
 from specsync_core.engines.proof import Firings, conclude, report
 from specsync_core.engines.start import Candidates, agree_to_start, find_points
 from specsync_core.engines.targets import check_target
@@ -30,7 +31,6 @@ from specsync_core.sync import SpecTpSync
 
 logger = logging.getLogger("specsync")
 
-KNOWN_VERSIONS = tuple(f"0.5.{patch}" for patch in range(16, 24))
 WORKER_FACTORIES = (
     "sglang.srt.speculative.spec_info.SpeculativeAlgorithm.create_worker",
     "sglang.srt.speculative.spec_registry.CustomSpecAlgo.create_worker",
@@ -154,7 +154,7 @@ class Adapter:
         """Resolve the plan and find the points whose modules are there; the plan is read on a lone rank, too."""
         manager = plugin_manager()
         self._plan = resolve_plan(load_registry(manager), facts=self.facts, manager=manager)
-        candidates = find_points(manager, self.facts, KNOWN_VERSIONS)
+        candidates = find_points(manager, self.facts, SGLANG.versions)
         if self.groups.tp.world_size == 1:
             return Candidates(())
         self._absent = [point for point in candidates.points if point.only_if_imported and not is_imported(point)]

@@ -56,13 +56,17 @@ def check_target(path: str, signature: Sequence[str]) -> str | None:
     return f"{path}: its parameters are ({', '.join(actual)}), known are ({', '.join(signature)})"
 
 
-def check_points(points: Iterable[BroadcastPoint]) -> Iterator[str]:
-    """Yield what is wrong with the targets of points, scopes included; each target is named once."""
+def targets_of(points: Iterable[BroadcastPoint]) -> list[tuple[str, tuple[str, ...]]]:
+    """Return every target of points and of their scopes once, with its known parameters."""
     wanted: dict[tuple[str, tuple[str, ...]], None] = {}
     for point in points:
         wanted[point.target, point.signature] = None
-        for scope in point.within:
-            wanted[scope.target, scope.signature] = None
-    for path, signature in wanted:
+        wanted.update({(scope.target, scope.signature): None for scope in point.within})
+    return list(wanted)
+
+
+def check_points(points: Iterable[BroadcastPoint]) -> Iterator[str]:
+    """Yield what is wrong with the targets of points, scopes included; each target is named once."""
+    for path, signature in targets_of(points):
         if problem := check_target(path, signature):
             yield problem

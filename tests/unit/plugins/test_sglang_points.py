@@ -1,0 +1,96 @@
+"""What every plugin says of SGLang: for each known version one set of points, over sites that exist."""
+
+from collections import Counter
+
+import pytest
+import specsync_dflash
+import specsync_dspark
+import specsync_eagle
+import specsync_eagle.rocm
+
+from specsync_core import EngineFacts, Facts
+from specsync_core.engines.known import SGLANG, coverage
+from specsync_core.engines.versions import is_among
+from tests.unit.plugins.support import REGISTRY
+
+PLUGINS = (specsync_dspark, specsync_dflash, specsync_eagle, specsync_eagle.rocm)
+FIXED = SGLANG.versions[3:]
+
+
+def points(version, algorithm=None, platform="cuda", engine="sglang"):
+    facts = EngineFacts(engine=engine, version=version, algorithm=algorithm, platform=platform)
+    found = [point for plugin in PLUGINS for point in plugin.specsync_broadcast_points(facts)]
+    return [point for point in found if is_among(version, point.versions)]
+
+
+def synced_by(version, **facts):
+    return {each.site: str(each) for each in coverage(points(version, **facts), REGISTRY)}
+
+
+@pytest.mark.parametrize("version", SGLANG.versions)
+@pytest.mark.parametrize("platform", ["cuda", "rocm"])
+def test_no_target_is_hooked_twice_for_one_site(version, platform):
+    found = points(version, platform=platform)
+    hooked = Counter((point.target, site) for point in found if point.when != "engine" for site in point.sites)
+    assert [pair for pair, count in hooked.items() if count > 1] == []
+    assert {site for point in found for site in point.sites} <= {site.slug for site in REGISTRY.sites}
+
+
+@pytest.mark.parametrize("version", SGLANG.versions[:3])
+def test_before_the_fix_specsync_has_every_published_site_but_those_that_do_not_exist(version):
+    by = synced_by(version)
+    absent = {site.slug for site in REGISTRY.sites if site.number <= 16 and by[site.slug] == "not at all"}
+    assert absent == {"dflash-selector"}
+    assert by["dspark-plan"] == "engine and specsync"
+
+
+@pytest.mark.parametrize("version", FIXED)
+def test_with_the_fix_no_published_site_is_broadcast_twice(version):
+    by = synced_by(version)
+    published = {site.slug: by[site.slug] for site in REGISTRY.sites if site.number <= 16}
+    assert published.pop("dspark-plan") == "engine and specsync"  # by specsync the wait for its confidences only
+    assert set(published.values()) == {"engine"}
+
+
+@pytest.mark.parametrize("version", SGLANG.versions)
+def test_the_gaps_that_the_fix_leaves_are_specsyncs(version):
+    by = synced_by(version)
+    gaps = {"eagle-verify-greedy", "eagle-draft-tree", "eagle-target", "eagle-accept-simulated", "eagle-ngram-corpus"}
+    assert {by[site] for site in gaps} == {"specsync"}
+    assert by["eagle-verify-sample"] == "engine"
+    assert by["dflash-draft-greedy"] == "specsync"
+    if version in FIXED:
+        assert by["dflash-draft-selector"] == "specsync"
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "plugins"),
+    [("dspark", {"dspark"}), ("dflash", {"dflash"}), ("ngram", {"eagle"}), ("standalone", {"eagle"}), ("other", set())],
+)
+def test_only_the_algorithm_in_use_is_hooked(algorithm, plugins):
+    sites = {site for point in points("0.5.17", algorithm) for site in point.sites}
+    assert {REGISTRY.site(site).algorithm for site in sites} == plugins
+
+
+def test_a_tree_is_for_algorithms_that_draft_one_and_a_corpus_for_ngram():
+    trees, corpora = ({site for point in points("0.5.17", name) for site in point.sites} for name in ("eagle", "ngram"))
+    assert "eagle-draft-tree" in trees - corpora
+    assert {"eagle-ngram-draft", "eagle-ngram-corpus"} <= corpora - trees
+
+
+def test_another_engine_has_none_of_them():
+    assert points("0.5.17", engine="vllm") == []
+
+
+@pytest.mark.parametrize(
+    ("facts", "policy"),
+    [
+        (EngineFacts(engine="sglang", algorithm="dspark", model="/models/MiniMax-M3.1"), "rng"),
+        (EngineFacts(engine="sglang", algorithm="dspark", model="Qwen"), None),
+        (EngineFacts(engine="sglang", algorithm="eagle", model="MiniMax-M3"), None),
+        (EngineFacts(engine="sglang", algorithm="dspark"), None),
+        (Facts(model="MiniMax-M3"), None),
+    ],
+)
+def test_minimax_m3_with_dspark_syncs_what_is_drawn(facts, policy):
+    assert specsync_dspark.specsync_policy(facts) == policy
