@@ -37,7 +37,9 @@ def test_every_package_of_the_checkout_ships(wheel):
     tracked = subprocess.run(
         ["git", "ls-files", "specsync_core", "plugins"], cwd=ROOT, check=True, capture_output=True, text=True
     ).stdout.split()
-    modules = {name.split("/", 2)[2] if name.startswith("plugins/") else name for name in tracked if name.endswith(".py")}
+    modules = {
+        name.split("/", 2)[2] if name.startswith("plugins/") else name for name in tracked if name.endswith(".py")
+    }
     assert modules <= shipped
 
 
