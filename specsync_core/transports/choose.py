@@ -6,6 +6,7 @@ exchange of what every rank found, so that no rank is left alone in a collective
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +30,8 @@ TRANSPORTS: dict[str, Callable[[Group], Transport]] = {
 }
 """By name, the best first."""
 
+logger = logging.getLogger("specsync")
+
 Exchange = Callable[[str, Any], list[Any]]
 """Give a topic and a payload, get every rank's payload by group rank."""
 
@@ -44,6 +47,15 @@ class Choice:
 
 
 def choose_transport(requested: str, group: Group, exchange: Exchange | None) -> Choice:
+    """Choose, and log on group rank 0 what was taken, why, and why not the others; see `choose`."""
+    choice = choose(requested, group, exchange)
+    if group.rank_in_group == 0:
+        others = "".join(f" Not {name}: {why}." for name, why in choice.rejected)
+        logger.info("transport %s for %s: %s.%s", choice.transport.name, requested, choice.reason, others)
+    return choice
+
+
+def choose(requested: str, group: Group, exchange: Exchange | None) -> Choice:
     """Return the transport of this name, or for ``auto`` the first that passes its self-test on every rank.
 
     Args:
@@ -73,9 +85,7 @@ def choose_transport(requested: str, group: Group, exchange: Exchange | None) ->
     raise TransportError("no transport passes its self-test: " + "; ".join(f"{name}: {why}" for name, why in rejected))
 
 
-def _attempt(
-    name: str, group: Group, device: torch.device, exchange: Exchange
-) -> tuple[Transport | None, str | None]:
+def _attempt(name: str, group: Group, device: torch.device, exchange: Exchange) -> tuple[Transport | None, str | None]:
     """Build and test one transport with all ranks; return it, and what went wrong on which rank."""
     if name == "one-shot" and (failure := _one_shot_obstacle(group, device, exchange)) is not None:
         return None, failure

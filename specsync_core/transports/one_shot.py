@@ -108,9 +108,7 @@ class OneShotTransport:
         shapes = [(tensor.shape, tensor.dtype) for tensor in tensors]
         return move, OneShotCounted(packet, shapes, prepared.stats, self._rank, count)
 
-    def bind_draw(
-        self, slug: str, label: str, scores_BV: Tensor, *, noisy: bool, count: bool
-    ) -> tuple[Draw, Counted]:
+    def bind_draw(self, slug: str, label: str, scores_BV: Tensor, *, noisy: bool, count: bool) -> tuple[Draw, Counted]:
         """Prepare a fused draw of one shape and dtype; the ranks bind it together.
 
         Raises:

@@ -103,7 +103,14 @@ def _launcher(
 
 
 def compile_draw(
-    rank: int, world: int, count: bool, dependent: bool, dtype: str, noisy: bool, span: int, rows: int,
+    rank: int,
+    world: int,
+    count: bool,
+    dependent: bool,
+    dtype: str,
+    noisy: bool,
+    span: int,
+    rows: int,
     target: Any = None,
 ) -> tuple[Any, tuple[Any, ...]]:
     """Compile one variant; return it and its constants. ``target`` None is the current device."""

@@ -82,7 +82,11 @@ def _store_line(address, low, high):
             @p st.relaxed.sys.global.v2.b64 [$1], {$2, $3};
             mov.u32 $0, 0;
             }""",
-            "=r,l,l,l", [address, low, high], dtype=tl.int32, is_pure=False, pack=1,
+            "=r,l,l,l",
+            [address, low, high],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
         )
 
 
@@ -113,8 +117,12 @@ def _load_line(address):
         return tl.load(_i64(address)), tl.load(_i64(address + 8))
     else:
         return tl.inline_asm_elementwise(
-            "ld.relaxed.sys.global.v2.b64 {$0, $1}, [$2];", "=l,=l,l", [address],
-            dtype=(tl.int64, tl.int64), is_pure=False, pack=1,
+            "ld.relaxed.sys.global.v2.b64 {$0, $1}, [$2];",
+            "=l,=l,l",
+            [address],
+            dtype=(tl.int64, tl.int64),
+            is_pure=False,
+            pack=1,
         )
 
 
@@ -187,7 +195,9 @@ def _await_line(line, low, high, header_line, head_low, head_high, tag, header, 
             }""",
             "=&l,=&r,l,l,l,l,l,l,r,l,l,l",
             [line, low, high, header_line, head_low, head_high, tag, header, broken, timeout_ns],
-            dtype=(tl.int64, tl.int32), is_pure=False, pack=1,
+            dtype=(tl.int64, tl.int32),
+            is_pure=False,
+            pack=1,
         )
 
 
@@ -234,7 +244,11 @@ def _await_ack(ack_line, ack, sequence, broken, timeout_ns):
             mov.u32 $0, 2;
             DONE:
             }""",
-        "=&r,l,l,r,l,l", [ack_line, ack, sequence, broken, timeout_ns], dtype=tl.int32, is_pure=False, pack=1,
+        "=&r,l,l,r,l,l",
+        [ack_line, ack, sequence, broken, timeout_ns],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
     )
 
 
@@ -352,8 +366,17 @@ def _note_first(stats, record, lane, differs, own, theirs, BLOCK: tl.constexpr):
 
 @triton.jit
 def _send_chunk(
-    addresses, sizes, widths, header, inboxes, sequence, begin, count,
-    WORLD: tl.constexpr, BLOCK: tl.constexpr, UNIT: tl.constexpr,
+    addresses,
+    sizes,
+    widths,
+    header,
+    inboxes,
+    sequence,
+    begin,
+    count,
+    WORLD: tl.constexpr,
+    BLOCK: tl.constexpr,
+    UNIT: tl.constexpr,
 ):
     """Store one chunk into every peer's slot: line 0 is the header, line 1 + i the i-th lane of the chunk."""
     slot = RING + (sequence & (SLOTS - 1)).to(tl.int64) * SLOT_BYTES
@@ -383,9 +406,23 @@ def _clear_slot(slot, sequence, BLOCK: tl.constexpr):
 
 @triton.jit
 def exchange(
-    addresses, targets, sizes, header, lanes, inboxes, state, stats, record, timeout_ns,
-    widths: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr, BLOCK: tl.constexpr, UNIT: tl.constexpr,
-    MODE: tl.constexpr, COUNT: tl.constexpr,
+    addresses,
+    targets,
+    sizes,
+    header,
+    lanes,
+    inboxes,
+    state,
+    stats,
+    record,
+    timeout_ns,
+    widths: tl.constexpr,
+    RANK: tl.constexpr,
+    WORLD: tl.constexpr,
+    BLOCK: tl.constexpr,
+    UNIT: tl.constexpr,
+    MODE: tl.constexpr,
+    COUNT: tl.constexpr,
 ):
     """One call of the protocol, by one program: see `sync_kernel` for the arguments."""
     inbox = inboxes[RANK]
@@ -480,9 +517,24 @@ def exchange(
 
 @triton.jit
 def sync_kernel(
-    addresses, targets, sizes, header, lanes, inboxes, state, stats, record, timeout_ns,
-    widths: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr, BLOCK: tl.constexpr, UNIT: tl.constexpr,
-    MODE: tl.constexpr, COUNT: tl.constexpr, DEPENDENT: tl.constexpr,
+    addresses,
+    targets,
+    sizes,
+    header,
+    lanes,
+    inboxes,
+    state,
+    stats,
+    record,
+    timeout_ns,
+    widths: tl.constexpr,
+    RANK: tl.constexpr,
+    WORLD: tl.constexpr,
+    BLOCK: tl.constexpr,
+    UNIT: tl.constexpr,
+    MODE: tl.constexpr,
+    COUNT: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """Bring group rank 0's tensors to every rank of the group. One program.
 
@@ -504,16 +556,51 @@ def sync_kernel(
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
     exchange(
-        addresses, targets, sizes, header, lanes, inboxes, state, stats, record, timeout_ns,
-        widths, RANK, WORLD, BLOCK, UNIT, MODE, COUNT,
+        addresses,
+        targets,
+        sizes,
+        header,
+        lanes,
+        inboxes,
+        state,
+        stats,
+        record,
+        timeout_ns,
+        widths,
+        RANK,
+        WORLD,
+        BLOCK,
+        UNIT,
+        MODE,
+        COUNT,
     )
 
 
 @triton.jit
 def draw_kernel(
-    scores, noise, out, vocabulary, rows, cells, ticket, header, inboxes, state, stats, record, timeout_ns,
-    RANK: tl.constexpr, WORLD: tl.constexpr, BLOCK: tl.constexpr, MODE: tl.constexpr, COUNT: tl.constexpr,
-    DEPENDENT: tl.constexpr, SCORE: tl.constexpr, NOISY: tl.constexpr, SPAN: tl.constexpr, ROWS: tl.constexpr,
+    scores,
+    noise,
+    out,
+    vocabulary,
+    rows,
+    cells,
+    ticket,
+    header,
+    inboxes,
+    state,
+    stats,
+    record,
+    timeout_ns,
+    RANK: tl.constexpr,
+    WORLD: tl.constexpr,
+    BLOCK: tl.constexpr,
+    MODE: tl.constexpr,
+    COUNT: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+    SCORE: tl.constexpr,
+    NOISY: tl.constexpr,
+    SPAN: tl.constexpr,
+    ROWS: tl.constexpr,
 ):
     """Take the argmax of each row of ``scores``, or of ``scores / noise``, and bring group rank 0's to every rank.
 
@@ -556,6 +643,21 @@ def draw_kernel(
         tl.debug_barrier()  # the exchange reads the tokens back
         if WORLD > 1:
             exchange(
-                (out,), (out,), (rows * 8,), header, rows, inboxes, state, stats, record, timeout_ns,
-                (8,), RANK, WORLD, BLOCK, 8, MODE, COUNT,
+                (out,),
+                (out,),
+                (rows * 8,),
+                header,
+                rows,
+                inboxes,
+                state,
+                stats,
+                record,
+                timeout_ns,
+                (8,),
+                RANK,
+                WORLD,
+                BLOCK,
+                8,
+                MODE,
+                COUNT,
             )

@@ -117,6 +117,7 @@ def many_tensors(group: TorchGroup, device: torch.device) -> Found:
     """Twelve tensors of mixed dtypes and odd sizes in one call."""
     found = []
     for name, build in TRANSPORTS.items():
+
         def make(seed: int) -> tuple[torch.Tensor, ...]:
             kinds = ("int64", "bool", "int32", "bfloat16", "float32", "uint8")
             return tuple(values(kinds[i % 6], (3 * i + 1,), seed + i, device) for i in range(12))
@@ -134,8 +135,10 @@ def interleaved(group: TorchGroup, device: torch.device) -> Found:
     """Two graphs of different sites, eager calls between, and a rank that replays where its peer runs eagerly."""
     found, rank = [], group.rank_in_group
     transport = OneShotTransport(group)
-    sites = {name: (values("int64", (size,), rank, device), values("int32", (size,), rank, device)) for name, size in
-             (("draft", 8), ("accept", 6000), ("plan", 1))}
+    sites = {
+        name: (values("int64", (size,), rank, device), values("int32", (size,), rank, device))
+        for name, size in (("draft", 8), ("accept", 6000), ("plan", 1))
+    }
     packets = {name: packet_of(name, own) for name, own in sites.items()}
     for name, own in sites.items():
         transport.prepare(packets[name], own)
@@ -237,8 +240,10 @@ def counters(group: TorchGroup, device: torch.device) -> Found:
         if (stats.calls, stats.compared, stats.mismatches, stats.mismatched_calls) != (4, *compared):
             found.append(f"{slug}: {stats}")
         first = stats.first_divergence
-        if rank and (first is None or (first.call, first.tensor, first.index, first.own, first.rank0) !=
-                     (2, "bonus", (3,), 2**40 + 3, 3)):
+        if rank and (
+            first is None
+            or (first.call, first.tensor, first.index, first.own, first.rank0) != (2, "bonus", (3,), 2**40 + 3, 3)
+        ):
             found.append(f"{slug}: {first}")
         if not rank and first is not None:
             found.append(f"{slug}: group rank 0 differs from itself: {first}")
@@ -379,8 +384,11 @@ def fused_draw(group: TorchGroup, device: torch.device) -> Found:
                 out = torch.empty(rows, dtype=torch.int64, device=device)
 
                 def fill(turn: int, s=scores, n=noise, g=generator) -> None:
-                    s.copy_(torch.rand(s.shape, generator=g, device=device) if n is not None else
-                            torch.randint(-3, 3, s.shape, generator=g, device=device))
+                    s.copy_(
+                        torch.rand(s.shape, generator=g, device=device)
+                        if n is not None
+                        else torch.randint(-3, 3, s.shape, generator=g, device=device)
+                    )
                     if turn == 1:
                         s[:, ::2] = -0.0
                     if turn == 2:
@@ -461,8 +469,10 @@ def mismatched_call(group: TorchGroup, device: torch.device) -> Found:
         own = (values(dtype, (size,), rank, device),)
         before = own[0].clone()
         for other, other_size, other_dtype in sides:  # both ranks know both sites
-            transport.prepare(packet_of(other, (values(other_dtype, (other_size,), 0, device),)),
-                              (values(other_dtype, (other_size,), 0, device),))
+            transport.prepare(
+                packet_of(other, (values(other_dtype, (other_size,), 0, device),)),
+                (values(other_dtype, (other_size,), 0, device),),
+            )
         packet = packet_of(name, own)
         transport.prepare(packet, own)
 

@@ -83,7 +83,7 @@ def payload(rank: int, turn: int) -> tuple[torch.Tensor, ...]:
         count * 2**33 + rank * (count % 2) + turn,
         (count[:3] + rank).to(torch.int32),
         (count + rank + turn) % 2 == 0,
-        (count[:1] + rank / 3).to(torch.bfloat16),
+        torch.tensor([rank / 3, 8.0 if rank else 2.0, 1.0]).to(torch.bfloat16),  # the second: only in its high byte
         count[:0],
     )
 
