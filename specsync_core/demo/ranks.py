@@ -48,6 +48,8 @@ class Stop:
     """Tracebacks of ranks that raised."""
     logs: dict[int, str]
     """The end of what each rank wrote to its standard error."""
+    waited_s: float
+    """How long no rank had moved when a hang was called one."""
 
 
 @dataclass
@@ -207,7 +209,7 @@ class _Watch:
         if len(self._at) < len(ranks):
             report = "\n".join(f"rank {rank}: {self._errors.get(rank) or logs[rank] or codes[rank]}" for rank in ranks)
             raise RuntimeError(f"the demo's ranks did not come to their first job:\n{report}")
-        return Stop("ended" if self._lost else "hang", dict(self._steps), codes, self._errors, logs)
+        return Stop("ended" if self._lost else "hang", dict(self._steps), codes, self._errors, logs, self._hang_after_s)
 
 
 def warm_up(world: World) -> None:

@@ -87,7 +87,7 @@ class Ended:
     def _how_ended(self) -> str:
         assert self.stop is not None
         if self.stop.how == "hang":
-            return "were ended after seconds without a step."
+            return f"were ended after {self.stop.waited_s:g} s without a step."
         return "its peers were ended."
 
     def _traces(self) -> Iterator[str]:

@@ -231,7 +231,7 @@ class _Teller:
                 "sites": mode[0],
                 "transport": used[mode],
                 "step_ms": round(median(each), 3),
-                "ratio": round(median(time / base for time, base in zip(each, off, strict=False)), 3),
+                "ratio": round(median(each) / median(off), 3),
             }
             for mode, each in times.items()
             if len(each) == len(off) == COST_ROUNDS

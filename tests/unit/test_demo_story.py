@@ -51,7 +51,7 @@ def ended(job: Job, *tokens: dict[int, list[int]], found: Any = None, step_s: fl
 
 def stopped(job: Job, how: Any = "hang", found: Any = None) -> Ended:
     stop = Stop(
-        how, {0: 14, 1: 13}, {0: None, 1: -6}, {0: "Traceback\nRuntimeError: reset"}, {0: "", 1: "x\nwhat(): size"}
+        how, {0: 14, 1: 13}, {0: None, 1: -6}, {0: "Traceback\nRuntimeError: reset"}, {0: "", 1: "x\nwhat(): size"}, 4.0
     )
     return Ended(job, None, stop, found if found is not None else diagnosis())
 
