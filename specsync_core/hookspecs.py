@@ -82,6 +82,18 @@ class BroadcastPoint:
     it then cannot run it (model files)."""
     op: Literal["min", "max", "all", "any", "root"] | None = None
     """For a consensus site: how the host value that the function returns is agreed on; it replaces the result."""
+    value_of: Callable[[Call], Any] | None = None
+    """For `op`: the host value to agree on, where it is not what the function returns. With ``when="before"`` it is
+    asked for before the function runs."""
+    put: Callable[[Call, Any], None] | None = None
+    """For `value_of`: writes the agreed value to where the engine reads it."""
+    rows: bool = False
+    """The function returns a list of lists of integers, whose number and lengths may differ between ranks; group
+    rank 0's replaces it."""
+    leads: bool = False
+    """For `rows` at a consensus site: group rank 0 alone runs the function, and its result goes to every rank."""
+    unless: str | None = None
+    """Not hooked where this site is in mode sync, which settles the same decision."""
     callers: tuple[str, ...] = ()
     """Modules whose calls count; empty for all. Reads the caller's frame: for start-up only."""
     wait_for: Callable[[Call], None] | None = None

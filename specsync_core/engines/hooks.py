@@ -9,32 +9,27 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Any, Literal
 
+from specsync_core.engines.host_hooks import Hook, agree_on_given, lead_rows, sync_rows
 from specsync_core.engines.proof import Firings
 from specsync_core.hookspecs import BroadcastPoint, Call, Scope
 from specsync_core.sync import PointCall, SpecTpSync
 
+__all__ = ["Hook", "active_points", "build_hooks"]
+
 ReadScope = Callable[[], str | None]
-
-
-@dataclass(frozen=True)
-class Hook:
-    """A function to apply to a target of the engine.
-
-    ``before(*args, **kwargs)`` returns None or new ``(args, kwargs)``; ``after(result, *args, **kwargs)`` returns None
-    or a new result; ``around(original, *args, **kwargs)`` returns the result.
-    """
-
-    target: str
-    kind: Literal["before", "after", "around"]
-    function: Callable[..., Any]
 
 
 def active_points(points: Iterable[BroadcastPoint], sync: SpecTpSync) -> list[BroadcastPoint]:
     """Return the points that need a hook: one of their sites is on, in a group of more than one rank."""
-    return [point for point in points if point.when != "engine" and any(map(sync.enabled, point.sites))]
+    return [
+        point
+        for point in points
+        if point.when != "engine"
+        and any(map(sync.enabled, point.sites))
+        and not (point.unless is not None and sync.enabled(point.unless) and sync.plan.mode(point.unless) == "sync")
+    ]
 
 
 def build_hooks(
@@ -78,11 +73,17 @@ def _hook(
     fired = firings.counter(point)
     if point.wait_for is not None:
         return Hook(point.target, *_wait(point, point.wait_for, fired))
+    if point.value_of is not None:
+        return agree_on_given(point, sync, fired)
+    if point.rows:
+        return lead_rows(point, sync, fired) if point.leads else sync_rows(point, sync, fired)
     if point.op is not None:
-        return Hook(point.target, "after", _agree(point, sync, fired, own_modules))
+        agreed = {slug: slug for slug in point.sites if sync.enabled(slug)}
+        return Hook(point.target, "after", _agree(point, agreed, sync, fired, own_modules), agreed.clear)
     calls = {slug: sync.point(slug) for slug in point.sites if sync.enabled(slug)}
     build = {"after": _after, "before": _before, "callback": _callback}[point.when]
-    return Hook(point.target, "after" if point.when == "after" else "before", build(point, calls, fired, read_scope))
+    kind: Literal["before", "after"] = "after" if point.when == "after" else "before"
+    return Hook(point.target, kind, build(point, calls, fired, read_scope), calls.clear)
 
 
 def _after(
@@ -155,7 +156,11 @@ def _wait(
 
 
 def _agree(
-    point: BroadcastPoint, sync: SpecTpSync, fired: Callable[[], None], own_modules: frozenset[str]
+    point: BroadcastPoint,
+    agreed: Mapping[str, str],
+    sync: SpecTpSync,
+    fired: Callable[[], None],
+    own_modules: frozenset[str],
 ) -> Callable[..., Any]:
     op = point.op
     assert op is not None, "a consensus point names its op"
@@ -164,7 +169,7 @@ def _agree(
         if point.callers and _caller(own_modules) not in point.callers:
             return None
         site = point.site_of(Call(args, kwargs, result))
-        if site is None or not sync.enabled(site):
+        if site is None or site not in agreed:
             return None
         fired()
         return sync.agree(site, result, op)

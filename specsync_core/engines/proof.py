@@ -31,13 +31,24 @@ class Firings:
             self.decisions.setdefault(point.proof, []).append(target)
 
         def fired() -> None:
-            counts[target] += 1
+            if target in counts:
+                counts[target] += 1
 
         return fired
 
+    def forget(self, target: str) -> None:
+        """Expect nothing more of a target that is not hooked on every rank."""
+        self.counts.pop(target, None)
+        for targets in self.decisions.values():
+            targets[:] = [other for other in targets if other != target]
+
     def unproven(self) -> list[str]:
         """Return the decisions of which no target fired."""
-        return [name for name, targets in self.decisions.items() if not any(map(self.counts.__getitem__, targets))]
+        return [
+            name
+            for name, targets in self.decisions.items()
+            if targets and not any(map(self.counts.__getitem__, targets))
+        ]
 
     def silent(self) -> list[str]:
         """Return the targets that never fired."""

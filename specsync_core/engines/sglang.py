@@ -144,11 +144,31 @@ class Adapter:
         hooks = list(build_hooks(self.points, self.sync, self.firings, (HOOK_REGISTRY,)))
         if self._worker_class is not None and self.points:
             hooks.append(self._step_hook(self._worker_class))
-        unapplied = apply_hooks(hooks)
-        theirs = exchange("hooks applied", unapplied)
-        if problems := [f"  group rank {rank}: {', '.join(paths)}" for rank, paths in enumerate(theirs) if paths]:
-            raise EngineError("hooks could not be applied; the engine's log says why:\n" + "\n".join(problems))
+        unapplied = exchange("hooks applied", apply_hooks(hooks))
+        self._settle_unapplied(unapplied, hooks, strict)
         self._log_start(candidates)
+
+    def _settle_unapplied(self, unapplied: Sequence[Sequence[str]], hooks: Sequence[Hook], strict: bool) -> None:
+        """Stop, or go on without the targets that some rank could not hook: then no rank may synchronise there.
+
+        Args:
+            unapplied: by group rank, the targets that the engine's registry did not reach.
+        """
+        lines = [f"  group rank {rank}: {', '.join(paths)}" for rank, paths in enumerate(unapplied) if paths]
+        problem = "hooks could not be applied; the engine's log says why:\n" + "\n".join(lines)
+        if lines and strict:
+            raise EngineError(problem)
+        if lines:
+            logger.warning("SPECSYNC_STRICT=0, so the start goes on: %s", problem)
+        lost = {path for paths in unapplied for path in paths}
+        inert = {
+            point.target for point in self.points if {point.target, *(scope.target for scope in point.within)} & lost
+        }
+        for hook in hooks:
+            if hook.target in inert:
+                hook.mute()
+                self.firings.forget(hook.target)
+        self.points = [point for point in self.points if point.target not in inert]
 
     def _look(self) -> Candidates:
         """Resolve the plan and find the points whose modules are there; the plan is read on a lone rank, too."""

@@ -158,3 +158,15 @@ def test_a_wait_makes_no_collective(engine, when):
     made, firings = hooks(sync, replace(POINT, when=when, wait_for=lambda call: waited.append(call.args)))
     assert engine(*made).decide("tokens") == "tokens"
     assert (waited, sync.calls, firings.counts) == ([("tokens",)], [], {POINT.target: 1})
+
+
+@pytest.mark.parametrize("consensus", [False, True])
+def test_a_muted_hook_leaves_every_call_alone(engine, consensus):
+    sync = NotingSync(SITE)
+    made, _ = hooks(sync, replace(POINT, op="min") if consensus else POINT)
+    toy = engine(*made)
+    toy.decide("a")
+    for hook in made:
+        hook.mute()
+    assert toy.decide("b") == "b"
+    assert len(sync.calls) == 1

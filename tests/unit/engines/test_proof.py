@@ -53,3 +53,11 @@ def test_the_report_counts_what_fired_and_names_what_did_not():
         "  fired 2/1 times: engine.accept (eagle-verify-greedy)",
         "  applied, not fired: engine.simulate (eagle-accept-simulated)",
     ]
+
+
+def test_nothing_is_expected_of_a_target_that_is_not_hooked_everywhere():
+    found = firings()
+    for target in ("engine.accept", "engine.accept_in_graph"):
+        found.forget(target)
+    assert found.unproven() == []
+    assert found.silent() == ["engine.simulate"]
