@@ -28,6 +28,7 @@ from typing import Any
 import tomli
 from pydantic import ConfigDict, Field, ValidationError
 
+from specsync_core.bounded_file import MAX_TEXT_BYTES, read_bounded
 from specsync_core.errors import PolicyError
 from specsync_core.registry import Table
 from specsync_core.registry_files import keys_at, problem_line
@@ -152,7 +153,7 @@ def _read_tool_table(path: Path) -> PolicyFile | None:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_bytes().decode("utf-8-sig")
+        return read_bounded(path, MAX_TEXT_BYTES).decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise PolicyError(f"{path}: the policy file cannot be read: {error}.") from error
 
@@ -160,7 +161,7 @@ def _read(path: Path) -> str:
 def _parse(path: Path, text: str) -> dict[str, Any]:
     try:
         return tomli.loads(text)
-    except tomli.TOMLDecodeError as error:
+    except (tomli.TOMLDecodeError, RecursionError) as error:
         raise PolicyError(f"{path}: not valid TOML: {error}.") from error
 
 

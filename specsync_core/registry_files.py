@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import tomli
 from pydantic import BaseModel, ValidationError
 
+from specsync_core.bounded_file import MAX_TEXT_BYTES, read_bounded
 from specsync_core.errors import RegistryError, did_you_mean
 from specsync_core.registry import Handle, Preset, ReadableFile, Registry, Site, Table
 
@@ -47,11 +48,11 @@ def read_registry(path: ReadableFile, source: str) -> RegistryFile:
             names the file, the table and the key.
     """
     try:
-        text = path.read_bytes().decode("utf-8-sig")
+        text = read_bounded(path, MAX_TEXT_BYTES).decode("utf-8-sig")
         document = tomli.loads(text)
     except (OSError, UnicodeDecodeError) as error:
         raise RegistryError(f"{path} ({source}): the registry cannot be read: {error}") from error
-    except tomli.TOMLDecodeError as error:
+    except (tomli.TOMLDecodeError, RecursionError) as error:
         raise RegistryError(f"{path} ({source}): not valid TOML: {error}") from error
 
     parsed, problems = _parse_tables(document, f"{path} ({source})")

@@ -10,6 +10,7 @@ from typing import Annotated, Any, TypeVar
 import tomli
 import typer
 
+from specsync_core.bounded_file import MAX_TEXT_BYTES, read_bounded
 from specsync_core.cli.output import JsonOption, UsageError, print_json
 from specsync_core.cli.plan import detect_platform
 from specsync_core.errors import SpecSyncError
@@ -117,8 +118,8 @@ class Examination:
 
 def _is_registry(path: Path) -> bool:
     try:
-        document: dict[str, Any] = tomli.loads(path.read_bytes().decode("utf-8-sig"))
-    except (OSError, ValueError):
+        document: dict[str, Any] = tomli.loads(read_bounded(path, MAX_TEXT_BYTES).decode("utf-8-sig"))
+    except (OSError, ValueError, RecursionError):
         return False  # reading it as a policy file says what is wrong
     return not {"site", "preset", "handle"}.isdisjoint(document)
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Literal, Union
 from zlib import crc32
 
+from specsync_core.bounded_file import MAX_RECORDING_BYTES, read_bounded
 from specsync_core.errors import SpecSyncError
 
 MAGIC = b"SPECSYNC"
@@ -221,7 +222,7 @@ def read_recording(path: StrPath) -> Recording:
     """
     path = Path(path)
     try:
-        data = path.read_bytes()
+        data = read_bounded(path, MAX_RECORDING_BYTES)
     except OSError as error:
         raise RecordingError(f"{path}: the recording cannot be read: {error}") from error
     header, ring = _read_header(path, data)
@@ -275,7 +276,10 @@ def _read_header(path: Path, data: bytes) -> tuple[Header, int]:
     text = data[PREAMBLE.size : PREAMBLE.size + header_bytes]
     if slot_bytes != SLOT_BYTES or len(text) != header_bytes or crc32(text) != crc:
         raise RecordingError(f"{path}: the recording's header is damaged or cut off.")
-    return _parse_header(json.loads(text), slot_count), ring_offset
+    try:
+        return _parse_header(json.loads(text), slot_count), ring_offset
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
+        raise RecordingError(f"{path}: the recording's header does not hold what it should: {error!r}.") from error
 
 
 def _parse_header(fields: Mapping[str, Any], slot_count: int) -> Header:

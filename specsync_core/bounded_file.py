@@ -1,0 +1,34 @@
+"""Reading files that others wrote: never more than a bound, whatever the file is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+MAX_TEXT_BYTES = 1 << 20
+"""Bound of policy files and registries: a hundred times what they need."""
+MAX_RECORDING_BYTES = 1 << 28
+"""Bound of one rank's recording: more than a million records."""
+
+
+class TooLongError(OSError):
+    """A file holds more than its bound."""
+
+
+def read_bounded(path: Any, limit: int) -> bytes:
+    """Return a file's bytes.
+
+    Args:
+        path: a ``Path`` or a ``Traversable``; one with ``read_bytes`` alone is read whole.
+
+    Raises:
+        TooLongError: it holds more than ``limit`` bytes; also for endless ones such as ``/dev/zero``.
+        OSError: it cannot be read.
+    """
+    if hasattr(path, "open"):
+        with path.open("rb") as file:
+            data: bytes = file.read(limit + 1)
+    else:
+        data = path.read_bytes()
+    if len(data) > limit:
+        raise TooLongError(f"it holds more than {limit} bytes, which is the bound; is it the right file?")
+    return data
