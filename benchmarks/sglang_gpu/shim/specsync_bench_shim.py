@@ -1,0 +1,69 @@
+"""TEST ONLY. Wide dummy weights, one extra draw on a rank, and every rank's counters in a file.
+
+``SHIM_WEIGHTS``: range of the dummy weights. ``SHIM_DRAW_STEP``: the step at which group rank 1 draws once more than
+its peer (0: never). ``SHIM_STATS``: a folder in which each rank leaves what specsync counted, at each prefill.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+WORKERS = {
+    "DSPARK": "sglang.srt.speculative.dspark_components.dspark_worker_v2.DSparkWorkerV2",
+    "DFLASH": "sglang.srt.speculative.dflash_worker_v2.DFlashWorkerV2",
+    "NGRAM": "sglang.srt.speculative.ngram_worker.NGRAMWorker",
+    "EAGLE": "sglang.srt.speculative.eagle_worker_v2.EAGLEWorkerV2",
+}
+_steps = 0
+
+
+def register() -> None:
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register(
+        "sglang.srt.model_loader.weight_utils.initialize_dummy_weights", wide_weights, HookType.BEFORE
+    )
+    worker = WORKERS.get(os.environ.get("SHIM_ALGORITHM", ""))
+    if worker is not None and int(os.environ.get("SHIM_DRAW_STEP", "0")):
+        HookRegistry.register(f"{worker}.forward_batch_generation", draw_once_more, HookType.BEFORE)
+    if os.environ.get("SHIM_STATS"):
+        HookRegistry.register("sglang.srt.layers.sampler.Sampler.forward", write_stats, HookType.AFTER)
+
+
+def wide_weights(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    wide = float(os.environ.get("SHIM_WEIGHTS", "0.3"))
+    kwargs.setdefault("low", -wide)
+    kwargs.setdefault("high", wide)
+    return args, kwargs
+
+
+def draw_once_more(*args: Any, **kwargs: Any) -> None:
+    """One value more from the default generator, which moves every later draw of this rank, in graphs too."""
+    global _steps
+    import torch
+    from sglang.srt.runtime_context import get_parallel
+
+    _steps += 1
+    if _steps == int(os.environ["SHIM_DRAW_STEP"]) and get_parallel().tp_group.rank_in_group == 1:
+        torch.rand(1, device="cuda")
+
+
+def write_stats(*args: Any, **kwargs: Any) -> None:
+    from sglang.srt.runtime_context import get_parallel
+
+    adapter = sys.modules.get("specsync_core.engines.sglang")
+    current = adapter.current() if adapter else None
+    if current is None or current.sync is None:
+        return
+    rank = get_parallel().tp_group.rank_in_group
+    found = {
+        "rank": rank,
+        "transports": {name: choice.transport.name for name, choice in current.sync.transports.items()},
+        "fired": current.firings.counts,
+        "sites": {slug: stats.as_dict() for slug, stats in current.sync.stats().items() if stats.calls},
+    }
+    (Path(os.environ["SHIM_STATS"]) / f"rank-{rank}.json").write_text(json.dumps(found))
