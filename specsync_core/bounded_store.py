@@ -12,6 +12,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, TypeVar
 from weakref import WeakMethod, WeakSet
 
@@ -79,6 +80,15 @@ class BoundedStore:
 
     def add(self, key: str, amount: int) -> int:
         return int(self._ask(lambda: self._store.add(key, amount)))
+
+    def delete(self, key: str) -> None:
+        """Remove a key, where the store can."""
+
+        def act() -> None:
+            with suppress(RuntimeError):
+                self._store.delete_key(key)
+
+        self._ask(act)
 
     def _ask(self, act: Callable[[], T]) -> T:
         """Make a call on the store's thread.

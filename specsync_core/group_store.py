@@ -86,7 +86,16 @@ class GroupStore:
                 f" {self.roll_call()} Do all ranks load specsync, and call the same sites with the same tensors?"
                 " SPECSYNC_TIMEOUT_S sets the time-out."
             )
-        return [json.loads(self._store.get(f"{key}/{rank}")) for rank in range(self.world_size)]
+        shown = [json.loads(self._store.get(f"{key}/{rank}")) for rank in range(self.world_size)]
+        # Who came to this meeting has left the one before: nobody reads that any more.
+        self._forget(f"{topic}/{meeting - 1}")
+        return shown
+
+    def _forget(self, key: str) -> None:
+        """Remove this rank's part of a meeting, so that the store stays small however long the ranks run."""
+        for part in (f"{key}/{self.rank}", f"{key}/verdict/{self.rank}"):
+            if not key.endswith("/0"):
+                self._store.delete(part)
 
     def _collect(self, key: str, timeout_s: float) -> list[int]:
         deadline = time.monotonic() + timeout_s

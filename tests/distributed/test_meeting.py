@@ -1,5 +1,6 @@
 """Meetings over a group's store: exchange, absent ranks, and failures that reach the peers."""
 
+import socket
 import time
 from dataclasses import replace
 
@@ -31,6 +32,30 @@ def exchange(rank: int, world_size: int) -> list[object]:
 def test_every_rank_gets_every_payload_in_rank_order():
     for rounds in run_ranks(exchange, 3):
         assert rounds == [[{"rank": rank, "round": turn} for rank in range(3)] for turn in range(2)]
+
+
+def meet_often(rank: int, world_size: int) -> int:
+    store = store_of(dist.group.WORLD)
+    counts = []
+    for turn in range(40):
+        assert store.exchange("often", turn, 10) == [turn] * world_size
+        counts.append(dist.group.WORLD.get_group_store().num_keys())
+    return max(counts[20:]) - max(counts[:20])
+
+
+def meet_at_rank_0(rank: int, port: int = 0) -> str:
+    return f"tcp://127.0.0.1:{port}"
+
+
+def meet_often_on(rank: int, world_size: int, port: int) -> int:
+    return meet_often(rank, world_size)
+
+
+def test_meetings_leave_nothing_behind_in_the_store():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    assert run_ranks(meet_often_on, 2, args=(port,), setup=meet_at_rank_0) == [0, 0]
 
 
 def come_late(rank: int, world_size: int):
