@@ -94,7 +94,7 @@ class EngineGroup:
 
     Args:
         coordinator: has ``world_size``, ``rank_in_group``, ``ranks``, ``device``, ``device_group`` and ``cpu_group``,
-            and may have ``pynccl_comm``.
+            and may have ``pynccl_comm`` (SGLang), or one in its ``device_communicator`` (vLLM).
 
     Graph: capturable. While the engine captures, its PyNccl communicator is enabled and carries the broadcast on the
     current stream; where there is none (a split attention group, SG #36963), the process group does.
@@ -107,7 +107,8 @@ class EngineGroup:
         self.device = coordinator.device
         self.cpu_group = coordinator.cpu_group
         self._device_group = coordinator.device_group
-        self._pynccl = getattr(coordinator, "pynccl_comm", None)
+        inner = getattr(coordinator, "device_communicator", None)
+        self._pynccl = getattr(coordinator, "pynccl_comm", None) or getattr(inner, "pynccl_comm", None)
 
     def broadcast(self, tensor: Tensor, src: int = 0) -> Tensor:
         """Overwrite ``tensor`` with that of group rank ``src``, in place, on the current stream.

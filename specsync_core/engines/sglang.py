@@ -19,7 +19,7 @@ from specsync_core.engines.hooks import Hook, active_points, build_hooks
 from specsync_core.engines.known import SGLANG
 from specsync_core.engines.proof import Firings, conclude, report
 from specsync_core.engines.start import Candidates, agree_to_start, find_points
-from specsync_core.engines.targets import check_target
+from specsync_core.engines.targets import check_target, is_imported
 from specsync_core.errors import EngineError
 from specsync_core.facts import EngineFacts
 from specsync_core.groups import EngineGroup, ParallelGroups
@@ -252,18 +252,6 @@ def platform_name() -> str:
     checks = {"rocm": "is_hip", "cuda": "is_cuda", "npu": "is_npu", "xpu": "is_xpu", "cpu": "is_cpu"}
     found = (name for name, check in checks.items() if hasattr(utils, check) and getattr(utils, check)())
     return next(found, "cpu")
-
-
-def is_imported(point: BroadcastPoint) -> bool:
-    """Whether the engine has imported the module of a point's target."""
-    return any(point.target.startswith(f"{name}.") for name in _leaf_modules(point.target))
-
-
-def _leaf_modules(path: str) -> Iterable[str]:
-    """The modules on a dotted path that are imported and are no package."""
-    parts = path.split(".")
-    names = (".".join(parts[:count]) for count in range(1, len(parts)))
-    return (name for name in names if name in sys.modules and not hasattr(sys.modules[name], "__path__"))
 
 
 def tell_engine(plan: Plan, points: Iterable[BroadcastPoint]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from importlib import import_module
 from types import ModuleType
@@ -70,3 +71,15 @@ def check_points(points: Iterable[BroadcastPoint]) -> Iterator[str]:
     for path, signature in targets_of(points):
         if problem := check_target(path, signature):
             yield problem
+
+
+def is_imported(point: BroadcastPoint) -> bool:
+    """Whether the engine has imported the module of a point's target."""
+    return any(point.target.startswith(f"{name}.") for name in _leaf_modules(point.target))
+
+
+def _leaf_modules(path: str) -> Iterable[str]:
+    """The modules on a dotted path that are imported and are no package."""
+    parts = path.split(".")
+    names = (".".join(parts[:count]) for count in range(1, len(parts)))
+    return (name for name in names if name in sys.modules and not hasattr(sys.modules[name], "__path__"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from specsync_core import Algorithm, BroadcastPoint, EngineFacts, Speculator, SpeculatorContext, hookimpl
-from specsync_dflash import sglang
+from specsync_dflash import sglang, vllm
 
 
 @hookimpl
@@ -21,8 +21,8 @@ def specsync_algorithm() -> Algorithm:
 
 @hookimpl
 def specsync_broadcast_points(engine: EngineFacts) -> Sequence[BroadcastPoint]:
-    """Where SGLang decides; none for other engines."""
-    return sglang.points(engine)
+    """Where SGLang and vLLM decide; none for other engines."""
+    return (*sglang.points(engine), *vllm.points(engine))
 
 
 def _bind(context: SpeculatorContext) -> Speculator:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from specsync_core import Algorithm, BroadcastPoint, EngineFacts, Speculator, SpeculatorContext, hookimpl
-from specsync_eagle import sglang
+from specsync_eagle import sglang, vllm
 
 
 @hookimpl
@@ -21,8 +21,9 @@ def specsync_algorithm() -> Algorithm:
 
 @hookimpl
 def specsync_broadcast_points(engine: EngineFacts) -> Sequence[BroadcastPoint]:
-    """Where SGLang decides; on ROCm without the verify, which the `eagle-rocm` plugin has."""
-    return (*(sglang.verify_points(engine) if engine.platform != "rocm" else ()), *sglang.points(engine))
+    """Where SGLang and vLLM decide; on ROCm without SGLang's verify, which the `eagle-rocm` plugin has."""
+    verify = sglang.verify_points(engine) if engine.platform != "rocm" else ()
+    return (*verify, *sglang.points(engine), *vllm.points(engine))
 
 
 def _bind(context: SpeculatorContext) -> Speculator:

@@ -1,0 +1,227 @@
+"""A vLLM plugin for tests: changes one decision on rank 1, and writes down what each rank's model is fed.
+
+SHIM_FAULT   tok, acc-1, acc+1, draft, draftlen, gate, seed or exc; empty for none
+SHIM_AT      numbers of the verify steps in which it strikes, e.g. ``4,6``, or ``all``
+SHIM_LOG     directory for ``rank0.jsonl``, ``rank1.jsonl``: one line per forward of the target
+SHIM_ASYNC   1: async scheduling, which vLLM turns off on CPU
+
+It wraps the engine's functions before the worker's device is there, so it is inside of what specsync hooks later: a
+fault strikes the rank's own decision, and not what was agreed on.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from functools import wraps
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+VICTIM = 1
+_verify_step = 0
+_proposing_s = 0.0
+_log: Any = None
+
+
+def register() -> None:
+    from vllm.v1.worker.worker_base import WorkerWrapperBase
+
+    if os.environ.get("SHIM_ASYNC"):
+        allow_async_scheduling()
+    original = WorkerWrapperBase.init_device
+    if hasattr(original, "_test_shim"):
+        return
+
+    @wraps(original)
+    def init_device(wrapper: Any, *args: Any, **kwargs: Any) -> Any:
+        (prepare_v2 if getattr(wrapper.worker, "use_v2_model_runner", False) else prepare_v1)()
+        type(wrapper.worker).specsync_stats = stats
+        return original(wrapper, *args, **kwargs)
+
+    init_device._test_shim = True
+    WorkerWrapperBase.init_device = init_device
+
+
+def allow_async_scheduling() -> None:
+    from vllm.platforms import current_platform
+
+    platform = type(current_platform)
+    if hasattr(platform, "_test_shim"):
+        return
+    original = platform.check_and_update_config.__func__
+
+    def check(cls: Any, vllm_config: Any) -> None:
+        original(cls, vllm_config)
+        vllm_config.scheduler_config.async_scheduling = True
+
+    platform.check_and_update_config = classmethod(check)
+    platform._test_shim = True
+
+
+def stats(worker: Any) -> dict[str, Any]:
+    """Called on each worker when the run is over."""
+    from specsync_core.engines import vllm
+
+    adapter = vllm.current()
+    counted = {} if adapter is None else {slug: s.as_dict() for slug, s in adapter.sync.stats().items() if s.calls}
+    fired = {} if adapter is None else adapter.firings.counts
+    return {"stats": counted, "fired": fired, "proposing_s": _proposing_s}
+
+
+def strikes(kind: str) -> bool:
+    from vllm.distributed.parallel_state import get_tp_group
+
+    at = os.environ.get("SHIM_AT", "4")
+    hits = at == "all" or str(_verify_step) in at.split(",")
+    return os.environ.get("SHIM_FAULT") == kind and get_tp_group().rank_in_group == VICTIM and hits
+
+
+def note(**values: Any) -> None:
+    global _log
+    if not (folder := os.environ.get("SHIM_LOG")):
+        return
+    if _log is None:
+        from vllm.distributed.parallel_state import get_tp_group
+
+        _log = (Path(folder) / f"rank{get_tp_group().rank_in_group}.jsonl").open("w", buffering=1)
+    _log.write(json.dumps(values) + "\n")
+
+
+def wrap(owner: Any, name: str, change: Callable[..., Any]) -> None:
+    original = getattr(owner, name)
+
+    @wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return change(original, *args, **kwargs)
+
+    setattr(owner, name, call)
+
+
+def method(path: str) -> tuple[Any, str]:
+    module, owner, name = path.rsplit(".", 2)
+    return getattr(import_module(module), owner), name
+
+
+# --- the V1 runner ---------------------------------------------------------------------------------
+
+
+def prepare_v1() -> None:
+    runner = "vllm.v1.worker.gpu_model_runner.GPUModelRunner"
+    wrap(*method(f"{runner}._sample"), faulty_sample_v1)
+    wrap(*method(f"{runner}._input_fits_in_drafter"), faulty_gate)
+    wrap(*method(f"{runner}._model_forward"), noted_forward)
+    wrap(*method("vllm.v1.spec_decode.llm_base_proposer.SpecDecodeBaseProposer._sample_draft_tokens"), faulty_step_v1)
+    wrap(*method("vllm.v1.spec_decode.ngram_proposer.NgramProposer.propose"), faulty_rows)
+    wrap(*method("vllm.v1.spec_decode.suffix_decoding.SuffixDecodingProposer.propose"), faulty_rows)
+
+
+def faulty_sample_v1(original: Any, runner: Any, logits: Any, metadata: Any) -> Any:
+    global _verify_step
+    _verify_step += metadata is not None
+    result = original(runner, logits, metadata)
+    if metadata is not None:
+        if strikes("exc"):
+            raise RuntimeError("an error on one rank")
+        tokens = result.sampled_token_ids
+        counts = (tokens != -1).sum(dim=1)
+        if strikes("tok"):
+            tokens[0, 0] = (tokens[0, 0] + 7) % 500
+        for row, count in enumerate(counts.tolist()):
+            if strikes("acc-1") and count > 1:
+                tokens[row, count - 1] = -1
+                break
+            if strikes("acc+1") and 0 < count < tokens.shape[1]:
+                tokens[row, count] = 3
+                break
+    return result
+
+
+def faulty_gate(original: Any, *args: Any, **kwargs: Any) -> Any:
+    fits = original(*args, **kwargs)
+    return not fits if strikes("gate") else fits
+
+
+def faulty_step_v1(original: Any, *args: Any, **kwargs: Any) -> Any:
+    tokens, probs = original(*args, **kwargs)
+    if strikes("draft") and tokens.numel():
+        tokens[0] = (tokens[0] + 11) % 500
+    return tokens, probs
+
+
+def faulty_rows(original: Any, *args: Any, **kwargs: Any) -> Any:
+    global _proposing_s
+    started = time.perf_counter()
+    rows = original(*args, **kwargs)
+    _proposing_s += time.perf_counter() - started
+    for row in rows:
+        if row and strikes("draft"):
+            row[0] = (row[0] + 11) % 500
+            break
+        if row and strikes("draftlen"):
+            row.pop()
+            break
+    return rows
+
+
+def noted_forward(original: Any, runner: Any, input_ids: Any = None, positions: Any = None, *args: Any, **kw: Any) -> Any:
+    if input_ids is not None and positions is not None:
+        note(ids=input_ids.tolist(), positions=positions.tolist())
+    return original(runner, input_ids, positions, *args, **kw)
+
+
+# --- the V2 runner ---------------------------------------------------------------------------------
+
+
+def prepare_v2() -> None:
+    runner = "vllm.v1.worker.gpu.model_runner.GPUModelRunner"
+    wrap(*method(f"{runner}.sample"), faulty_sample_v2)
+    wrap(*method(f"{runner}.prepare_inputs"), noted_inputs)
+    wrap(*method("vllm.v1.worker.gpu.sample.states.SamplingStates.add_request"), faulty_seed)
+    wrap(*method("vllm.v1.worker.gpu.spec_decode.speculator.DraftModelSpeculator.sample_draft"), faulty_step_v2)
+
+
+def faulty_sample_v2(original: Any, runner: Any, hidden_states: Any, batch: Any, grammar: Any) -> Any:
+    global _verify_step
+    _verify_step += batch.num_draft_tokens > 0
+    output, sampled, rejected = original(runner, hidden_states, batch, grammar)
+    if batch.num_draft_tokens > 0:
+        if strikes("exc"):
+            raise RuntimeError("an error on one rank")
+        if strikes("tok"):
+            output.sampled_token_ids[0, 0] = (output.sampled_token_ids[0, 0] + 7) % 500
+        for row, count in enumerate(sampled.tolist()):
+            if strikes("acc-1") and count > 1:
+                sampled[row] -= 1
+                rejected[row] += 1
+                break
+            if strikes("acc+1") and count and rejected[row] > 0:
+                output.sampled_token_ids[row, count] = 3
+                sampled[row] += 1
+                rejected[row] -= 1
+                break
+    return output, sampled, rejected
+
+
+def faulty_seed(original: Any, states: Any, *args: Any, **kwargs: Any) -> Any:
+    import numpy as np
+
+    if strikes("seed"):
+        np.random.rand()  # a stray draw of anything that uses the global generator
+    return original(states, *args, **kwargs)
+
+
+def faulty_step_v2(original: Any, *args: Any, **kwargs: Any) -> Any:
+    tokens = original(*args, **kwargs)
+    if strikes("draft") and tokens.numel():
+        tokens[0] = (tokens[0] + 11) % 500
+    return tokens
+
+
+def noted_inputs(original: Any, *args: Any, **kwargs: Any) -> Any:
+    batch = original(*args, **kwargs)
+    count = batch.num_tokens
+    note(ids=batch.input_ids[:count].tolist(), positions=batch.positions[:count].tolist())
+    return batch
