@@ -28,6 +28,7 @@ bench: $(VENV)/.installed
 	$(BIN)/python benchmarks/host_cost.py $(ARGS)
 
 $(VENV)/.installed: pyproject.toml constraints.txt
+	@echo 'Installing into $(VENV): a minute or two, once.' >&2
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test]'
 	touch $@

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+
 @dataclass(frozen=True)
 class Fault:
     """One fault. Steps are the engine's (``SpecTpSync.step``)."""
