@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterable, Sequence
 from importlib.metadata import version as version_of
 from typing import Any
 
-from specsync_core.collectives import GroupStore, store_of
+from specsync_core.collectives import store_of
+from specsync_core.diagnostics import FaultInjector, parse_faults
 from specsync_core.engines.hooks import Hook, active_points, build_hooks
 from specsync_core.engines.known import SGLANG
 from specsync_core.engines.proof import Firings, conclude, report
@@ -22,12 +23,13 @@ from specsync_core.engines.start import Candidates, agree_to_start, find_points
 from specsync_core.engines.targets import check_target, is_imported
 from specsync_core.errors import EngineError
 from specsync_core.facts import EngineFacts
-from specsync_core.groups import EngineGroup, ParallelGroups
+from specsync_core.groups import EngineGroup, Group, ParallelGroups, select_group
 from specsync_core.hookspecs import BroadcastPoint
 from specsync_core.manager import load_registry, plugin_manager
 from specsync_core.plan import Plan, resolve_plan
+from specsync_core.registry import Registry
 from specsync_core.settings import hand_over, read_environment
-from specsync_core.sync import SpecTpSync
+from specsync_core.sync import SpecTpSync, Tap
 
 logger = logging.getLogger("specsync")
 
@@ -109,14 +111,15 @@ class Adapter:
             version=engine_version(),
             algorithm=algorithm,
         )
+        self.group = select_group(self.groups)
         self.firings = Firings()
         self.points: list[BroadcastPoint] = []
         """The points that are hooked."""
         self.sync: SpecTpSync | None = None
+        self._taps: tuple[Tap, ...] = ()
         self._absent: list[BroadcastPoint] = []
         """Points of modules that the engine had not imported when the hooks were placed."""
         self._worker_class = worker_class
-        self._store: GroupStore | None = None
         self._decode_steps = 0
         self._plan: Plan | None = None
 
@@ -139,7 +142,7 @@ class Adapter:
         if alone or self._plan is None:
             return
         tell_engine(self._plan, candidates.points)
-        self.sync = SpecTpSync(self.groups, self._plan)
+        self.sync = SpecTpSync(self.groups, self._plan, taps=self._taps)
         self.points = active_points(candidates.points, self.sync)
         hooks = list(build_hooks(self.points, self.sync, self.firings, (HOOK_REGISTRY,)))
         if self._worker_class is not None and self.points:
@@ -173,7 +176,9 @@ class Adapter:
     def _look(self) -> Candidates:
         """Resolve the plan and find the points whose modules are there; the plan is read on a lone rank, too."""
         manager = plugin_manager()
-        self._plan = resolve_plan(load_registry(manager), facts=self.facts, manager=manager)
+        registry = load_registry(manager)
+        self._plan = resolve_plan(registry, facts=self.facts, manager=manager)
+        self._taps = fault_taps(registry, self.group)
         candidates = find_points(manager, self.facts, SGLANG.versions)
         if self.groups.tp.world_size == 1:
             return Candidates(())
@@ -205,8 +210,7 @@ class Adapter:
         Raises:
             EngineError: on every rank of the group alike, when a decision was made and never synchronised on a rank.
         """
-        group = self.groups.attn_tp if self.groups.dp_attention else self.groups.tp
-        assert group is not None
+        group = self.group
         assert self._plan is not None
         self.firings.late += [point.target for point in self._absent if is_imported(point)]
         evidence: Sequence[dict[str, object]] = [self.firings.as_json()]
@@ -232,6 +236,15 @@ class Adapter:
             ", ".join(own) or "nothing",
             ", ".join(engines) or "nothing",
         )
+
+
+def fault_taps(registry: Registry, group: Group) -> tuple[Tap, ...]:
+    """Return what commits the faults of ``SPECSYNC_FAULTS``. Raises PolicyError where they are wrong or not allowed."""
+    environment = read_environment()
+    if environment.faults is None:
+        return ()
+    faults = parse_faults(environment.faults, registry, "SPECSYNC_FAULTS")
+    return (FaultInjector(faults, group.rank_in_group, allowed=environment.allow_faults),)
 
 
 def engine_groups() -> ParallelGroups:

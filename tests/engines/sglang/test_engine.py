@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from dataclasses import dataclass
 from functools import cache
@@ -115,17 +114,20 @@ def clean(name: str) -> Served:
 
 
 @each
-def test_without_specsync_the_skewed_engine_hangs_or_answers_wrongly(name):
+def test_without_specsync_the_skewed_engine_hangs_or_answers_wrongly(name, record_property):
     right = clean(name)
     skewed = serve(SETUPS[name], policy=None, skew=1.5, limit_s=2 * right.seconds + 20)
     what = "wrong text" if skewed.ended else f"hung after {len(skewed.rounds)} rounds"
-    print(f"{name}: clean {right.seconds:.0f} s, skewed: {what}", file=sys.stderr)
+    record_property("setup", name)
+    record_property("without specsync", what)
     assert skewed.rounds != right.rounds
 
 
 @each
-def test_with_specsync_the_skewed_engine_gives_the_clean_runs_tokens(name):
+def test_with_specsync_the_skewed_engine_gives_the_clean_runs_tokens(name, record_property):
     right = clean(name)
     healed = serve(SETUPS[name], policy="all", skew=1.5, limit_s=START_S)
     assert healed.rounds == right.rounds, healed.log[-4000:]
+    record_property("setup", name)
+    record_property("with specsync", "tokens of the clean run")
     assert "hooks proven on 2 ranks" in healed.log
