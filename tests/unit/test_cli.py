@@ -94,7 +94,7 @@ def test_sites_lists_every_site_preset_and_handle(run: Run, registry: Registry) 
     text = fine(run("sites"))
     for site in registry.sites:
         assert row(text, str(site.number))[1:4] == [site.slug, site.phase, site.cause]
-    assert row(text, "rng")[1] == "16"
+    assert row(text, "rng")[1] == "19"
     assert row(text, "17")[1:3] == ["dspark-draft", "alias"]
     assert max(map(len, text.splitlines())) <= 100
 
@@ -252,7 +252,7 @@ def test_a_broken_plugin_is_shown_and_is_a_finding(run: Run, install_plugin: Ins
 
 
 def test_check_finds_nothing(run: Run, registry: Registry) -> None:
-    assert fine(run("check")) == f"no problem: environment, 4 plugins, registry of {len(registry.sites)} sites.\n"
+    assert fine(run("check")) == f"no problem: environment, 5 plugins, registry of {len(registry.sites)} sites.\n"
 
 
 def test_check_reads_the_policy_file_in_force(run: Run, tmp_path: Path) -> None:

@@ -48,6 +48,7 @@ TORCH_FREE = [
     "specsync_dspark",
     "specsync_eagle",
     "specsync_eagle.rocm",
+    "specsync_vllm",
 ]
 
 

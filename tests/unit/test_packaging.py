@@ -29,7 +29,7 @@ def test_the_registry_ships_and_is_the_one_at_the_root(wheel):
 
 def test_the_plugins_ship_as_packages_of_their_own(wheel):
     packages = {name.split("/")[0] for name in wheel.namelist() if ".dist-info" not in name}
-    assert packages == {"specsync_core", "specsync_eagle", "specsync_dspark", "specsync_dflash"}
+    assert packages == {"specsync_core", "specsync_eagle", "specsync_dspark", "specsync_dflash", "specsync_vllm"}
 
 
 def test_every_package_of_the_checkout_ships(wheel):
@@ -47,5 +47,5 @@ def test_entry_points_are_declared(wheel):
     (name,) = (name for name in wheel.namelist() if name.endswith("entry_points.txt"))
     text = wheel.read(name).decode()
     assert "specsync = specsync_core.cli:main" in text
-    for plugin in ("eagle = specsync_eagle", "eagle-rocm = specsync_eagle.rocm", "dspark = ", "dflash = "):
+    for plugin in ("eagle = specsync_eagle", "eagle-rocm = specsync_eagle.rocm", "dspark = ", "dflash = ", "vllm = "):
         assert plugin in text
