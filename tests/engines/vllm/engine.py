@@ -1,9 +1,11 @@
 """Run vLLM on two CPU ranks and print what it generates; run by the engine's own Python.
 
-    python engine.py MODELS SPECULATION_JSON --temperature 0 --tokens 32 --rounds 2
+    python engine.py MODELS SPECULATION_JSON --rounds '["", "tok@4", "T=0.7"]' --tokens 32
 
-Lines on stdout: ``ROUND`` with the tokens of three requests and the seconds that they took, ``STATS`` with what each
-worker counted, ``ACCEPTED`` with the engine's own counts of drafted and accepted tokens.
+A round serves three requests: with a fault on rank 1 in the verify steps behind the ``@``, or at a temperature. Lines
+on stdout: ``ROUND`` with their tokens, the seconds, the number of steps, and how many of these fed the two ranks'
+models differently; ``STATS`` with what each worker counted; ``ACCEPTED`` with the engine's own counts of drafted and
+accepted tokens.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from itertools import zip_longest
 from pathlib import Path
 
 PROMPTS = ([5, 6, 7, 8] * 6, [100, 101, 102] * 8, list(range(20, 44)))
@@ -21,9 +24,8 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("models", type=Path)
     parser.add_argument("speculation", type=json.loads)
-    parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--tokens", type=int, default=32)
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--rounds", type=json.loads, default=["", ""])
     parser.add_argument("--max-len", type=int, default=512)
     given = parser.parse_args()
 
@@ -46,15 +48,25 @@ def main() -> None:
         enable_prefix_caching=False,
         disable_log_stats=False,
     )
-    sampling = SamplingParams(temperature=given.temperature, max_tokens=given.tokens, ignore_eos=True)
     prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
-    for _ in range(given.rounds):
+    for fault in given.rounds:
+        is_hot = fault.startswith("T=")
+        kind, _, at = ("", "", "") if is_hot else fault.partition("@")
+        temperature = float(fault.removeprefix("T=")) if is_hot else 0.0
+        sampling = SamplingParams(temperature=temperature, max_tokens=given.tokens, ignore_eos=True)
+        llm.collective_rpc("specsync_arm", args=(kind, at))
         started = time.perf_counter()
         answers = llm.generate(prompts, sampling, use_tqdm=False)
+        seconds = time.perf_counter() - started
         tokens = [list(answer.outputs[0].token_ids) for answer in answers]
-        say("ROUND", {"tokens": tokens, "seconds": time.perf_counter() - started})
+        ours, theirs = llm.collective_rpc("specsync_arm", args=("", ""))
+        differing = sum(one != other for one, other in zip_longest(ours, theirs))
+        steps = {"steps": max(len(ours), len(theirs)), "differing": differing}
+        say("ROUND", {"fault": fault, "tokens": tokens, "seconds": seconds, **steps})
     say("STATS", llm.collective_rpc("specsync_stats"))
-    counts = {metric.name: getattr(metric, "value", None) for metric in llm.get_metrics() if "spec_decode" in metric.name}
+    counts = {
+        metric.name: getattr(metric, "value", None) for metric in llm.get_metrics() if "spec_decode" in metric.name
+    }
     say("ACCEPTED", {name: value for name, value in counts.items() if value is not None})
 
 

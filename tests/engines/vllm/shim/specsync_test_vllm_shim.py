@@ -1,9 +1,7 @@
 """A vLLM plugin for tests: changes one decision on rank 1, and writes down what each rank's model is fed.
 
-SHIM_FAULT   tok, acc-1, acc+1, draft, draftlen, gate, seed or exc; empty for none
-SHIM_AT      numbers of the verify steps in which it strikes, e.g. ``4,6``, or ``all``
-SHIM_LOG     directory for ``rank0.jsonl``, ``rank1.jsonl``: one line per forward of the target
-SHIM_ASYNC   1: async scheduling, which vLLM turns off on CPU
+`arm` is called between rounds, with one of tok, acc-1, acc+1, draft, draftlen, gate, seed, exc, or an empty text, and
+the numbers of the verify steps in which it strikes. SHIM_ASYNC=1 allows async scheduling, which vLLM turns off on CPU.
 
 It wraps the engine's functions before the worker's device is there, so it is inside of what specsync hooks later: a
 fault strikes the rank's own decision, and not what was agreed on.
@@ -11,19 +9,19 @@ fault strikes the rank's own decision, and not what was agreed on.
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Callable
 from functools import wraps
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 VICTIM = 1
+_fault, _at = "", ""
 _verify_step = 0
 _proposing_s = 0.0
-_log: Any = None
+_fed: list[Any] = []
+"""What the target's forwards were fed since the last `arm`: token ids and positions."""
 
 
 def register() -> None:
@@ -38,6 +36,7 @@ def register() -> None:
     @wraps(original)
     def init_device(wrapper: Any, *args: Any, **kwargs: Any) -> Any:
         (prepare_v2 if getattr(wrapper.worker, "use_v2_model_runner", False) else prepare_v1)()
+        type(wrapper.worker).specsync_arm = arm
         type(wrapper.worker).specsync_stats = stats
         return original(wrapper, *args, **kwargs)
 
@@ -61,6 +60,14 @@ def allow_async_scheduling() -> None:
     platform._test_shim = True
 
 
+def arm(worker: Any, fault: str, at: str) -> list[Any]:
+    """Called on each worker between rounds; returns what it was fed in the last one."""
+    global _fault, _at, _verify_step, _fed
+    fed, _fed = _fed, []
+    _fault, _at, _verify_step = fault, at, 0
+    return fed
+
+
 def stats(worker: Any) -> dict[str, Any]:
     """Called on each worker when the run is over."""
     from specsync_core.engines import vllm
@@ -74,20 +81,12 @@ def stats(worker: Any) -> dict[str, Any]:
 def strikes(kind: str) -> bool:
     from vllm.distributed.parallel_state import get_tp_group
 
-    at = os.environ.get("SHIM_AT", "4")
-    hits = at == "all" or str(_verify_step) in at.split(",")
-    return os.environ.get("SHIM_FAULT") == kind and get_tp_group().rank_in_group == VICTIM and hits
+    hits = _at == "all" or str(_verify_step) in _at.split(",")
+    return kind == _fault and hits and get_tp_group().rank_in_group == VICTIM
 
 
-def note(**values: Any) -> None:
-    global _log
-    if not (folder := os.environ.get("SHIM_LOG")):
-        return
-    if _log is None:
-        from vllm.distributed.parallel_state import get_tp_group
-
-        _log = (Path(folder) / f"rank{get_tp_group().rank_in_group}.jsonl").open("w", buffering=1)
-    _log.write(json.dumps(values) + "\n")
+def note(ids: Any, positions: Any) -> None:
+    _fed.append([ids.tolist(), positions.tolist()])
 
 
 def wrap(owner: Any, name: str, change: Callable[..., Any]) -> None:
@@ -166,9 +165,11 @@ def faulty_rows(original: Any, *args: Any, **kwargs: Any) -> Any:
     return rows
 
 
-def noted_forward(original: Any, runner: Any, input_ids: Any = None, positions: Any = None, *args: Any, **kw: Any) -> Any:
+def noted_forward(
+    original: Any, runner: Any, input_ids: Any = None, positions: Any = None, *args: Any, **kw: Any
+) -> Any:
     if input_ids is not None and positions is not None:
-        note(ids=input_ids.tolist(), positions=positions.tolist())
+        note(input_ids, positions)
     return original(runner, input_ids, positions, *args, **kw)
 
 
@@ -223,5 +224,5 @@ def faulty_step_v2(original: Any, *args: Any, **kwargs: Any) -> Any:
 def noted_inputs(original: Any, *args: Any, **kwargs: Any) -> Any:
     batch = original(*args, **kwargs)
     count = batch.num_tokens
-    note(ids=batch.input_ids[:count].tolist(), positions=batch.positions[:count].tolist())
+    note(batch.input_ids[:count], batch.positions[:count])
     return batch
