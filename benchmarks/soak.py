@@ -1,7 +1,7 @@
 """Soak: the demo's engine for as long as one likes, with random faults, memory watched, every token compared.
 
     python benchmarks/soak.py --seconds 3600 --ranks 2
-    python benchmarks/soak.py --rounds 200 --json soak.json
+    python benchmarks/soak.py --steps 100000 --json soak.json
 
 The ranks are started once and stay. Each round decodes a random job twice: as it is, and with random faults on every
 rank but group rank 0. With the sync on both must give the same tokens, on every rank. Between the rounds each rank
@@ -188,12 +188,12 @@ def free_port() -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=3600.0)
-    parser.add_argument("--rounds", type=int, default=1_000_000)
+    parser.add_argument("--steps", type=int, default=10**8, help=f"decode steps; a round has {2 * STEPS}")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path, help="write the report to this file")
     options = parser.parse_args()
-    report = soak(options.ranks, options.seconds, options.rounds, options.seed)
+    report = soak(options.ranks, options.seconds, -(-options.steps // (2 * STEPS)), options.seed)
     print(json.dumps(asdict(report), indent=2))
     if options.json:
         options.json.write_text(json.dumps(asdict(report), indent=2) + "\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from datetime import timedelta
 from typing import Any
 
@@ -45,11 +46,17 @@ def _give_up(store: GroupStore, what: str, error: RuntimeError) -> None:
     store.raise_failure()
     place = f" of {store.place}" if store.place else ""
     failure = TransportError(
-        f"{what}{place} on group rank {store.rank} of {store.world_size}: {str(error).splitlines()[0]}\n"
-        f"  {store.roll_call()}"
+        f"{what}{place} on group rank {store.rank} of {store.world_size}: {native_words(error)}\n  {store.roll_call()}"
     )
     store.fail(failure)
     raise failure from error
+
+
+def native_words(error: RuntimeError) -> str:
+    """What a native library says: its first sentence, without the source file that it stands in."""
+    line = re.sub(r"^\[[^\]]*:\d+\]\s*", "", str(error).splitlines()[0])
+    sentence, stop, _ = line.partition(". ")
+    return sentence + stop.strip()
 
 
 def gather_bytes(cpu_group: dist.ProcessGroup, data: bytes, what: str) -> list[bytes]:
