@@ -98,6 +98,7 @@ def serve(setup: Setup, policy: str, rounds: Sequence[str], **variables: str) ->
         "HF_HUB_OFFLINE": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "0|1" if (os.cpu_count() or 1) > 1 else "0|0",
+        "TORCHDYNAMO_DISABLE": "1",  # the models are tiny: compiling takes longer than running
         "NUMBA_NUM_THREADS": "1",
         "OMP_NUM_THREADS": "1",
         "VLLM_NO_USAGE_STATS": "1",
