@@ -282,10 +282,10 @@ def test_a_dangling_link_is_an_error(tmp_path: Path) -> None:
 def test_an_unreadable_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(tmp_path, 'sites = "all"')
 
-    def refuse(self: Path) -> bytes:
+    def refuse(self: Path, *mode: str) -> bytes:
         raise PermissionError(13, "Permission denied", str(self))
 
-    monkeypatch.setattr(Path, "read_bytes", refuse)  # root may read everything, so the mode bits would not do
+    monkeypatch.setattr(Path, "open", refuse)  # root may read everything, so the mode bits would not do
     with pytest.raises(PolicyError, match=r"specsync\.toml: the policy file cannot be read: .*Permission denied"):
         find_policy_file(None, path.parent)
 
