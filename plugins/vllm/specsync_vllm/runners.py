@@ -58,12 +58,23 @@ def _verdict() -> BroadcastPoint:
         when="after",
         sites=("vllm-verdict",),
         site_of=lambda call: "vllm-verdict" if call.result[1].numel() else None,
-        tensors_of=lambda call: (call.result[0].sampled_token_ids, *call.result[1:]),
+        tensors_of=_written,
         versions=KNOWN,
         signature=("self", "hidden_states", "input_batch", "grammar_output"),
         only_if_imported=True,
         proof="verdict",
     )
+
+
+def _written(call: Call) -> Sequence[Any]:
+    """The triple. Nothing was written behind the tokens that count: zeros there, or chance would pass for divergence."""
+    import torch
+
+    output, num_sampled, num_rejected = call.result
+    tokens = output.sampled_token_ids
+    columns = torch.arange(tokens.shape[1], device=tokens.device)
+    tokens.masked_fill_(columns >= num_sampled.unsqueeze(1), 0)
+    return tokens, num_sampled, num_rejected
 
 
 def _gate() -> BroadcastPoint:

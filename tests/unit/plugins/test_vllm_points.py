@@ -68,6 +68,17 @@ def test_tokens_are_taken_from_the_samplers_output():
     assert point.tensors_of(call)[0] is tokens
 
 
+def test_what_the_v2_runner_left_unwritten_is_no_divergence():
+    point = the("eagle", "gpu.model_runner.GPUModelRunner.sample")
+    tokens, sampled, rejected = torch.tensor([[5, 6, 77], [8, 99, 99]]), torch.tensor([2, 1]), torch.tensor([1, 2])
+    call = Call((), {}, (SimpleNamespace(sampled_token_ids=tokens), sampled, rejected))
+    assert point.site_of(call) == "vllm-verdict"
+    taken = point.tensors_of(call)
+    assert taken[0] is tokens
+    assert taken[1:] == (sampled, rejected)
+    assert tokens.tolist() == [[5, 6, 0], [8, 0, 0]]
+
+
 def test_a_seed_is_synced_in_place_unless_the_request_brought_it():
     point = the("eagle", "SamplingStates.add_request")
     seeds = np.array([1, 2, 3], dtype=np.int64)
