@@ -73,15 +73,16 @@ class TorchGroup:
         """Overwrite ``tensor`` with that of group rank ``src``, in place.
 
         ``torch.distributed`` counts its ``src`` in global ranks (``group_src`` came only after 2.6).
-        On gloo the wait ends early when a peer has reported a failure.
+        A tensor on the host travels over the CPU group. On gloo the wait ends early when a peer has reported a failure.
 
         Raises:
             TransportError: gloo only: the collective failed, timed out, or a peer gave up.
         """
-        if not self.is_gloo:
+        if not self.is_gloo and tensor.device.type != "cpu":
             dist.broadcast(tensor, src=self.ranks[src], group=self.process_group)
             return tensor
-        work = dist.broadcast(tensor, src=self.ranks[src], group=self.process_group, async_op=True)
+        group = self.process_group if self.is_gloo else self.cpu_group
+        work = dist.broadcast(tensor, src=self.ranks[src], group=group, async_op=True)
         wait(work, self.cpu_group, "broadcast")
         return tensor
 

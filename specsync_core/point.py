@@ -18,6 +18,7 @@ from specsync_core.ragged import RaggedMove, describe_ragged, keep_in_place, rag
 from specsync_core.registry import Site
 from specsync_core.transports import Transport
 from specsync_core.transports.base import CountingTransport, Move, copy_all_
+from specsync_core.transports.framed import FramedTransport
 
 if TYPE_CHECKING:
     from specsync_core.sync import SpecTpSync
@@ -53,6 +54,7 @@ class Point:
         self._compares = owner.plan.counters or not self._overwrites
         self._moves: dict[Signature, tuple[Move, str]] = {}
         """With the words for the place, for what peers are told."""
+        self._frames: FramedTransport | None = None
         self._ragged: dict[Any, tuple[RaggedMove, str]] = {}
         self._fused: dict[tuple[Signature, bool], Any] = {}
 
@@ -74,21 +76,30 @@ class Point:
             return None
 
     def _bind(self, packet: Packet, tensors: Sequence[Tensor]) -> Move:
-        if isinstance(self._transport, CountingTransport):
-            move, counted = self._transport.bind(packet, tensors, overwrite=self._overwrites, count=self._compares)
-            self._transport.set_step(self._owner.step)
+        transport = self._transport_for(tensors[0].device)
+        if isinstance(transport, CountingTransport):
+            move, counted = transport.bind(packet, tensors, overwrite=self._overwrites, count=self._compares)
+            transport.set_step(self._owner.step)
             self._counter.add(counted)
             return move
-        self._transport.prepare(packet, tensors)
+        transport.prepare(packet, tensors)
         self._counter.prepare(packet, tensors)
-        return partial(self._move, packet)
+        return partial(self._move, transport, packet)
 
-    def _move(self, packet: Packet, tensors: Sequence[Tensor]) -> None:
+    def _transport_for(self, device: torch.device) -> Transport:
+        """The point's transport, or for host tensors, where that one works on devices alone, frames."""
+        if device.type != "cpu" or not isinstance(self._transport, CountingTransport):
+            return self._transport
+        if self._frames is None:
+            self._frames = FramedTransport(self._group)
+        return self._frames
+
+    def _move(self, transport: Transport, packet: Packet, tensors: Sequence[Tensor]) -> None:
         if not self._compares:
-            self._transport.overwrite_(packet, tensors)
+            transport.overwrite_(packet, tensors)
             self._counter.count(packet, tensors, None, self._owner.step)
             return
-        rank0 = self._transport.fetch(packet, tensors)
+        rank0 = transport.fetch(packet, tensors)
         self._counter.count(packet, tensors, rank0, self._owner.step)
         if self._overwrites:
             copy_all_(tensors, rank0)
@@ -180,7 +191,8 @@ class Point:
         label = describe_ragged(tensors)
         self._meet(label, tensors[0].device)
         with torch.inference_mode(False):
-            move = RaggedMove(self._site, self._transport, self._group.rank_in_group == 0, tensors)
+            transport = self._transport_for(tensors[0].device)
+            move = RaggedMove(self._site, transport, self._group.rank_in_group == 0, tensors)
         known = self._ragged[ragged_signature(tensors)] = move, f"{self._site} with {label}"
         return known
 

@@ -166,3 +166,35 @@ def test_what_must_be_alike_is_checked_on_every_rank(case, message):
     for kind, text in run_ranks(wrong, 2, args=(case,)):
         assert kind == "PayloadError"
         assert message in text
+
+
+class DeviceOnly:
+    """A transport as one-shot is: it counts by itself, and knows no host memory."""
+
+    name = "one-shot"
+
+    def prepare(self, packet, tensors):
+        raise AssertionError("host tensors do not go through it")
+
+    overwrite_ = fetch = prepare
+
+    def bind(self, packet, tensors, *, overwrite, count):
+        raise AssertionError("host tensors do not go through it")
+
+    def set_step(self, step):
+        pass
+
+
+def on_the_host(rank: int, world_size: int) -> list[object]:
+    sync = toy_sync()
+    for slug in ("toy-drafts", "toy-rows", "dspark-target"):
+        sync._live[slug]._transport = DeviceOnly()
+    lens, tokens, _ = drafts(rank, 1)
+    ragged = [part.tolist() for part in sync.sync_ragged("toy-drafts", lens, tokens)]
+    rows = sync.sync_lists("toy-rows", [[rank] * (2 - rank)])
+    return [ragged, rows, sync.sync("dspark-target", torch.full((2,), rank)).tolist()]
+
+
+def test_host_tensors_travel_in_frames_where_the_transport_is_for_devices():
+    want = [part.tolist() for part in drafts(0, 1)[:2]]
+    assert run_ranks(on_the_host, 2) == [[want, [[0, 0]], [0, 0]]] * 2
