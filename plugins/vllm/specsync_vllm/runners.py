@@ -67,7 +67,7 @@ def _verdict() -> BroadcastPoint:
 
 
 def _written(call: Call) -> Sequence[Any]:
-    """The triple. Nothing was written behind the tokens that count: zeros there, or chance would pass for divergence."""
+    """The triple. Nothing was written behind the tokens that count: zeros there, or chance passes for divergence."""
     import torch
 
     output, num_sampled, num_rejected = call.result

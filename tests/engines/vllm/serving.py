@@ -181,3 +181,10 @@ def keep(name: str, policy: str, run: Run) -> None:
     kept = {"setup": name, "policy": policy, "rounds": rounds, "mismatched_calls": run.count("mismatched_calls")}
     file = results_path() / f"{name.replace(', ', '-')}-{policy.replace(':', '-')}.json"
     file.write_text(json.dumps(kept, indent=1))
+
+
+def keep_hang(name: str, fault: str) -> None:
+    """Write down that a round with this fault did not end with every site off."""
+    results_path().mkdir(exist_ok=True)
+    kept = {"setup": name, "policy": "off", "rounds": [{"fault": fault, "hung": True}]}
+    (results_path() / f"{name.replace(', ', '-')}-hang.json").write_text(json.dumps(kept, indent=1))

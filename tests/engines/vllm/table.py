@@ -27,12 +27,14 @@ def rows(kept: list[dict[str, Any]]) -> list[str]:
             cell = cells.setdefault((run["setup"], found["fault"]), {})
             cell.setdefault(run["policy"], _cell(found))
     return [
-        f"| {setup} | {fault or 'no fault'} | {cell.get('all:audit', '-')} | {cell.get('all', '-')} |"
+        f"| {setup} | {fault or 'no fault'} | {cell.get('all:audit', cell.get('off', '-'))} | {cell.get('all', '-')} |"
         for (setup, fault), cell in cells.items()
     ]
 
 
 def _cell(found: dict[str, Any]) -> str:
+    if found.get("hung"):
+        return "**hang**"
     text = f"{found['differing']} of {found['steps']} steps differ"
     if found["fault"] and not found["fault"].startswith("T="):
         text += ", same text" if found["same"] else ", **wrong text**"

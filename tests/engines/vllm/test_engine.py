@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from tests.engines.vllm.environment import is_built
-from tests.engines.vllm.serving import HOT, SETUPS, VERSION, matrix_run, serve
+from tests.engines.vllm.serving import HOT, SETUPS, VERSION, keep_hang, matrix_run, serve
 
 each = pytest.mark.parametrize("name", SETUPS)
 pytestmark = [
@@ -63,6 +63,7 @@ def test_a_flipped_drafter_gate_hangs_without_sync():
     run = serve(SETUPS["V1, eagle"], "off", ["", "gate@4"])
     assert len(run.rounds) == 1, "the gate's round came to an end"
     assert not run.ended
+    keep_hang("V1, eagle", "gate@4")
 
 
 def test_an_error_on_one_rank_ends_the_engine_instead_of_hanging_it():
