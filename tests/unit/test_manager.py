@@ -18,7 +18,7 @@ from specsync_core.manager import HOOKS, PluginInfo, PluginManager, load_registr
 
 Install = Callable[..., Path]
 
-BUILT_IN = ["dflash", "dspark", "eagle", "eagle-rocm"]
+BUILT_IN = ["dflash", "dspark", "eagle", "eagle-rocm", "vllm"]
 
 POLICY = """
 from specsync_core import hookimpl
@@ -88,6 +88,7 @@ def test_a_disabled_plugin_is_not_imported(install_plugin: Install) -> None:
         "dspark": "active",
         "eagle": "active",
         "eagle-rocm": "disabled",
+        "vllm": "active",
     }
 
 
@@ -101,7 +102,7 @@ def test_a_misspelt_plugin_in_the_disable_list() -> None:
         plugin_manager({"SPECSYNC_DISABLE": "eagel"})
     assert str(caught.value) == (
         "SPECSYNC_DISABLE: unknown plugin 'eagel' (did you mean 'eagle'?)."
-        " Installed: dflash, dspark, eagle, eagle-rocm. List them with `specsync plugins`."
+        " Installed: dflash, dspark, eagle, eagle-rocm, vllm. List them with `specsync plugins`."
     )
 
 
@@ -362,7 +363,7 @@ def test_an_installed_plugins_sites_join_the_registry(install_plugin: Install) -
 
 
 def test_without_plugins_the_registry_is_the_built_in_one() -> None:
-    assert {site.algorithm for site in load_registry(PluginManager()).sites} == {"dflash", "dspark", "eagle"}
+    assert {site.algorithm for site in load_registry(PluginManager()).sites} == {"dflash", "dspark", "eagle", "vllm"}
 
 
 def test_a_collision_names_both_distributions(install_plugin: Install) -> None:
