@@ -157,7 +157,9 @@ class SiteCounter:
             self._first = FirstDivergence(step, self._totals[0], self._group_rank, "value", (), own, agreed)
 
     def _mismatches(self, position: int, mine: Tensor, theirs: Tensor, step: int) -> int:
-        different = (bits(mine) != bits(theirs)).reshape(*mine.shape, -1).any(-1)
+        different = bits(mine) != bits(theirs)
+        if mine.is_complex():  # two integers per element
+            different = different.any(-1)
         where = different.nonzero()
         if len(where) and self._first is None:
             index = tuple(where[0].tolist())

@@ -25,8 +25,13 @@ def free_memory_gib(device: str | torch.device, gpu_id: int) -> float:
     Raises:
         GroupError: the device type is not known here.
     """
-    kind = torch.device(device).type
+    try:
+        kind = torch.device(device).type
+    except RuntimeError:
+        kind = str(device)
     if kind == "cuda":  # ROCm builds of torch use this name too
+        if not torch.cuda.is_available():
+            raise GroupError("free memory of a cuda device is not known: this torch sees no GPU.")
         free_bytes, _ = torch.cuda.mem_get_info(gpu_id)
         return free_bytes / GIB
     if kind == "cpu":

@@ -13,7 +13,7 @@ from typing import TypeVar
 from specsync_core.errors import PolicyError, did_you_mean
 from specsync_core.facts import Facts
 from specsync_core.manager import PluginManager
-from specsync_core.policy import Choice, Mode, Policy, parse_policy, parse_presets, removes_from_nothing
+from specsync_core.policy import Choice, Mode, Policy, normalise, parse_policy, parse_presets, removes_from_nothing
 from specsync_core.policy_file import AlgorithmPolicy, PolicyFile
 from specsync_core.registry import Registry, Site
 from specsync_core.settings import DEFAULT_TIMEOUT_S, Environment, Setting, Transport
@@ -93,11 +93,15 @@ def modes(layers: Sequence[Layer], registry: Registry) -> dict[str, Setting[Mode
 def advice(layers: Sequence[Layer]) -> tuple[str, ...]:
     """Return what is odd about the policies in force, in words."""
     last_whole = max(index for index, layer in enumerate(layers) if layer.whole)
-    return tuple(
-        f"{layer.origin}: a policy starts empty, so '{token}' removes from nothing: write 'all,{token}'."
-        for layer in layers[last_whole:]
-        if (token := removes_from_nothing(layer.text)) is not None
-    )
+    found = []
+    for layer in layers[last_whole:]:
+        if not normalise(layer.text).strip(","):
+            found.append(f"{layer.origin} is set but empty, which selects no site: unset it for the default, 'all'.")
+        elif (token := removes_from_nothing(layer.text)) is not None:
+            found.append(
+                f"{layer.origin}: a policy starts empty, so '{token}' removes from nothing: write 'all,{token}'."
+            )
+    return tuple(found)
 
 
 def _default_layer(registry: Registry, facts: Facts) -> Layer:

@@ -18,7 +18,7 @@ from specsync_core.agreements import Agreements, Pending, settle_mapping
 from specsync_core.collectives import GroupStore, store_of
 from specsync_core.consensus import Op
 from specsync_core.counters import SiteCounter, SiteStats
-from specsync_core.errors import PayloadError, RegistryError
+from specsync_core.errors import PayloadError, RegistryError, SpecSyncError
 from specsync_core.facts import Facts
 from specsync_core.groups import Group, ParallelGroups, select_group
 from specsync_core.handshake import shake_hands
@@ -69,7 +69,7 @@ class SpecTpSync:
         self, groups: ParallelGroups, plan: Plan | None = None, *, taps: Sequence[Tap] = (), handshake: bool = True
     ) -> None:
         if plan is None:
-            plan = resolve_plan(load_registry(), facts=Facts(platform=_platform(), dp_attention=groups.dp_attention))
+            plan = _plan_of_the_environment(groups, handshake)
         self.groups = groups
         self.plan = plan.with_dp_attention(groups.dp_attention)
         self.step = 0
@@ -368,6 +368,16 @@ def _between(
             point.give_up(error, tensors)
         raise
     return result
+
+
+def _plan_of_the_environment(groups: ParallelGroups, handshake: bool) -> Plan:
+    """Resolve this rank's plan; where it is in error, the peers that wait in the handshake hear so at once."""
+    try:
+        return resolve_plan(load_registry(), facts=Facts(platform=_platform(), dp_attention=groups.dp_attention))
+    except SpecSyncError as error:
+        if handshake and groups.tp.world_size > 1:
+            store_of(groups.tp.cpu_group).fail(error)
+        raise
 
 
 def _platform() -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import sys
 from collections.abc import Sequence
 
@@ -25,3 +27,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except SpecSyncError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         sys.exit(1)
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        print(f"specsync: standard output cannot be written: {error.strerror}", file=sys.stderr)
+        os._exit(1)  # closing standard output would raise once more

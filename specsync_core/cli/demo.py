@@ -128,7 +128,8 @@ def _new_progress() -> Progress:
         MofNCompleteColumn(),
         TimeElapsedColumn(),
     )
-    return Progress(*columns, console=Console(stderr=True), transient=True)
+    console = Console(stderr=True)
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
 
 def _print_end(story: Story, trained: bool) -> None:

@@ -98,6 +98,10 @@ def _algorithm(name: str, manager: PluginManager) -> Algorithm:
     return known[name]
 
 
+MOST_SEED = 2**32 - 1
+"""Each rank's generator takes a 64-bit multiple of it."""
+
+
 def _check_numbers(options: Options) -> None:
     if options.ranks < 2:
         raise DemoError(f"--ranks: {options.ranks} ranks have nobody to disagree with. Numbers that work: 2, 4, 8.")
@@ -108,6 +112,8 @@ def _check_numbers(options: Options) -> None:
     for name, least in (("steps", 1), ("train", 0), ("seed", 0)):
         if getattr(options, name) < least:
             raise DemoError(f"--{name}: {getattr(options, name)} is too small; give at least {least}.")
+    if options.seed > MOST_SEED:
+        raise DemoError(f"--seed: {options.seed} is too large; give at most {MOST_SEED}.")
     if not 0 <= options.temperature <= 100:
         raise DemoError(f"--temperature: {options.temperature:g} is not between 0 (greedy) and 100.")
 

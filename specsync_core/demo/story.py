@@ -237,7 +237,10 @@ class _Teller:
             if len(each) == len(off) == COST_ROUNDS
         ]
         lines = [_cost_line(row) for row in rows]
-        lines.append(f"Medians of {COST_ROUNDS} alternating rounds of {COST_STEPS} steps; the slower rank's.")
+        lines.append(
+            f"Medians of {COST_ROUNDS} alternating rounds of {COST_STEPS} steps; the slower rank's."
+            " A busy machine moves them."
+        )
         if len(rows) < len(self.costs) // COST_ROUNDS:
             lines.append("Some of these runs stopped: under this policy the ranks do not stay together.")
         self._tell("cost", "(c) Cost per step", lines, None, {"rows": rows})

@@ -1,6 +1,7 @@
 """SpecTpSync over real gloo ranks that start from different values."""
 
 import logging
+import os
 import time
 
 import pytest
@@ -12,6 +13,7 @@ from specsync_core.errors import (
     GroupError,
     PayloadError,
     PlanMismatchError,
+    PolicyError,
     RegistryError,
     SpecSyncError,
     TransportError,
@@ -238,6 +240,19 @@ def test_different_plans_raise_on_every_rank_and_name_the_site():
         assert kind == PlanMismatchError.__name__
         assert "dspark-plan mode: sync on group rank 0, off on group rank 1\n" in message
         assert "Their policies come from: group rank 0: SPECSYNC_SITES" in message
+
+
+def typo_on_one_rank(rank: int, world_size: int) -> object:
+    os.environ["SPECSYNC_SITES"] = "all,-dspark-plam" if rank == 1 else "all"
+    return caught(SpecTpSync, ParallelGroups(tp=TorchGroup()))
+
+
+def test_a_typo_on_one_rank_reaches_the_others_at_once():
+    zero, one = run_ranks(typo_on_one_rank, 2)
+    assert zero[0] == one[0] == PolicyError.__name__
+    assert one[1].startswith("SPECSYNC_SITES: unknown token 'dspark-plam' (did you mean 'dspark-plan'?)")
+    assert zero[1].startswith(f"group rank 1 gave up: {one[1]}")
+    assert zero[2] < 20, "it waited for the handshake's time-out instead"
 
 
 def absent(rank: int, world_size: int) -> object:

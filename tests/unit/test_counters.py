@@ -86,3 +86,16 @@ def test_agreements_are_counted():
     assert stats.first_divergence is not None
     assert (stats.first_divergence.own, stats.first_divergence.rank0) == (3.5, 2.0)
     assert stats.as_dict()["first_divergence"]["step"] == 1
+
+
+def test_complex_elements_count_once_and_empty_tensors_not_at_all():
+    counter = SiteCounter(SITE, "audit", 1)
+    own, rank0 = pair(), pair()
+    mine = torch.zeros(2, 4, dtype=torch.complex64)
+    theirs = mine.clone()
+    theirs[1, 3] = 1 + 1j
+    counter.count(PACKET, (own[0], mine), (rank0[0], theirs), 0)
+    assert counter.stats().mismatches == 1
+    empty = torch.zeros(0, dtype=torch.int32)
+    counter.count_ragged((empty, own[1][:0]), (empty, rank0[1][:0]), 0)
+    assert counter.stats().mismatches == 1

@@ -34,5 +34,7 @@ def test_free_host_memory_is_plausible_and_other_devices_are_refused():
     with open("/proc/meminfo") as meminfo:
         total = int(meminfo.readline().split()[1]) * 1024
     assert 0 < free_memory_gib("cpu", 0) * GIB <= total
+    with pytest.raises(GroupError, match="free memory of a cpuu device is not known here; known devices: cuda"):
+        free_memory_gib("cpuu", 0)
     with pytest.raises(GroupError, match="free memory of a meta device is not known here; known devices: cuda"):
         free_memory_gib(torch.device("meta"), 0)

@@ -166,7 +166,7 @@ def test_the_processs_own_environment_and_plugins_are_the_default(monkeypatch: p
     monkeypatch.setenv("SPECSYNC_SITES", "init")
     plan = resolve_plan(REGISTRY)
     assert sites_in(plan) == {"dspark-mem", "dflash-mem"}
-    assert [plugin.name for plugin in plan.plugins] == ["dflash", "dspark", "eagle", "eagle-rocm"]
+    assert [plugin.name for plugin in plan.plugins] == ["dflash", "dspark", "eagle", "eagle-rocm", "vllm"]
 
 
 def test_algorithm_tables_decide_about_their_own_sites_only(tmp_path: Path) -> None:

@@ -2,13 +2,21 @@
 
 import importlib.abc
 import importlib.machinery
+import os
 import sys
 import types
 
-ABSENT = ("xgrammar", "IPython")
+ABSENT = ("xgrammar", "IPython", *filter(None, os.environ.get("BENCH_ABSENT", "").split(",")))
 
 
-class _Placeholder:
+class _AnyAttribute(type):
+    def __getattr__(cls, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Placeholder
+
+
+class _Placeholder(metaclass=_AnyAttribute):
     def __init__(self, *args, **kwargs):
         pass
 
@@ -32,6 +40,8 @@ class _Placeholder:
 
 class _Module(types.ModuleType):
     def __getattr__(self, name):
+        if name.startswith("__"):  # torch looks for __file__ when it reports where an operator came from
+            raise AttributeError(name)
         return type(name, (_Placeholder,), {})
 
 
