@@ -9,14 +9,14 @@ from pathlib import Path
 from textwrap import dedent
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from specsync_core.registry import Registry
 from specsync_core.registry_files import builtin_registry, merge_registries
 from specsync_core.settings import VARIABLES
 
-# No deadline per example: a busy machine is no failure, and pytest's own time-out ends what hangs.
-settings.register_profile("specsync", deadline=None)
+# No limit of time per example: a busy machine is no failure, and pytest's own time-out ends what hangs.
+settings.register_profile("specsync", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("specsync")
 
 

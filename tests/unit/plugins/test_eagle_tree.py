@@ -1,6 +1,8 @@
+import itertools
+
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from specsync_eagle.tree import Tree, candidates_in_tree, draft_tree
 
@@ -36,7 +38,10 @@ def test_the_arrays_of_a_walk(batch, nodes, seed):
 
 
 def tree_oracle(logits_VV, anchor, depth, topk, num_drafts):
-    """The best drafts as paths of tokens: beam by beam, with every candidate on record."""
+    """The best drafts as paths of tokens: beam by beam, with every candidate on record.
+
+    None where two candidates are as good as equal: the same transitions in another order are, and rounding decides.
+    """
     probs_VV = torch.softmax(logits_VV, dim=-1)
     beam, record = [((anchor,), 1.0)], []
     for _ in range(depth):
@@ -49,6 +54,9 @@ def tree_oracle(logits_VV, anchor, depth, topk, num_drafts):
             ]
         record += level
         beam = sorted(level, key=lambda entry: -entry[1])[:topk]
+    scores = sorted(score for _, score in record)
+    if any(high - low <= 1e-5 * high for low, high in itertools.pairwise(scores)):
+        return None
     return {path for path, _ in sorted(record, key=lambda entry: -entry[1])[:num_drafts]}
 
 
@@ -80,7 +88,9 @@ def test_the_tree_is_the_likeliest_of_all_candidates(depth, topk, data):
     for row, anchor in enumerate(anchor_B.tolist()):
         paths = paths_of(tree, row)
         assert len(set(paths)) == len(paths)
-        assert set(paths[1:]) == tree_oracle(logits_VV, anchor, depth, topk, num_drafts)
+        best = tree_oracle(logits_VV, anchor, depth, topk, num_drafts)
+        assert best is None or set(paths[1:]) == best
+        event("compared" if best is not None else "a tie")
 
 
 def test_a_certain_chain_keeps_parents_before_children():
