@@ -193,7 +193,7 @@ class SpecTpSync:
         point = self.point(site)
         slug = self.plan.registry.site(site).slug
         live = self._live.get(slug)
-        act: PointCall = passthrough if live is None else lambda *own: _one_or_all(live.ragged(own))
+        act: PointCall = passthrough if live is None else lambda *own: passthrough(*live.ragged(own))
         if self.taps:
             return _between(self, self.plan.registry.site(slug), live or point, self.taps, tensors, act)
         return act(*tensors)
@@ -342,10 +342,6 @@ def _tapped(owner: SpecTpSync, site: Site, inner: PointCall, taps: Sequence[Tap]
         return _between(owner, site, inner, taps, tensors, inner)
 
     return call
-
-
-def _one_or_all(tensors: tuple[Tensor, ...]) -> Any:
-    return tensors[0] if len(tensors) == 1 else tensors
 
 
 def _between(
