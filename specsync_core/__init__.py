@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         Verdict,
     )
     from specsync_core.errors import (
+        ControlError,
         EngineError,
         GroupError,
         PayloadError,
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
 _NAMES_BY_MODULE = {
     "algorithm": ("Algorithm", "Batch", "Draft", "DraftNetwork", "Speculator", "SpeculatorContext", "Verdict"),
     "errors": (
+        "ControlError",
         "EngineError",
         "GroupError",
         "PayloadError",
@@ -75,6 +77,7 @@ __all__ = [
     "Batch",
     "BroadcastPoint",
     "Call",
+    "ControlError",
     "Draft",
     "DraftNetwork",
     "EngineError",

@@ -53,7 +53,7 @@ class BoundedStore:
     Args:
         store: any of torch's. A ``TCPStore`` is cloned, so that a long wait over the engine's own connection does
             not hold these calls up.
-        poll: a bound method, called by the thread every `POLL_S`; held weakly. What it raises is dropped.
+        poll: a bound method, called by the thread every `pause_s`; held weakly. What it raises is dropped.
     """
 
     def __init__(self, store: Store, poll: Callable[[], None]) -> None:
@@ -62,6 +62,8 @@ class BoundedStore:
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self.lost: str | None = None
         """Why the store counts as lost."""
+        self.pause_s = POLL_S
+        """Time between two looks; ``poll`` may shorten it while something is under way."""
         self._thread = threading.Thread(target=self._serve, name="specsync-store", daemon=True)
         self._thread.start()
         _stores.add(self)
@@ -112,7 +114,7 @@ class BoundedStore:
 
     def _serve(self) -> None:
         self._store = own_connection(self._store)
-        next_look = time.monotonic() + POLL_S
+        next_look = time.monotonic() + self.pause_s
         while True:
             try:
                 call = self._calls.get(timeout=max(0.0, next_look - time.monotonic()))
@@ -124,7 +126,7 @@ class BoundedStore:
             if time.monotonic() >= next_look:
                 if not self._look():
                     return
-                next_look = time.monotonic() + POLL_S
+                next_look = time.monotonic() + self.pause_s
 
     def _look(self) -> bool:
         """Look for news; False when nobody is left to hear them, or there is no store to ask."""

@@ -38,6 +38,10 @@ class TransportError(SpecSyncError, RuntimeError):
     """A collective failed, timed out, or a peer gave up."""
 
 
+class ControlError(SpecSyncError):
+    """A change of sites while the engine runs was refused, or the control socket cannot be used."""
+
+
 class EngineError(SpecSyncError):
     """An inference engine is not what its adapter knows."""
 

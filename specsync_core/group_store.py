@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakMethod
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
 from specsync_core import errors
-from specsync_core.bounded_store import BoundedStore, StoreLostError
+from specsync_core.bounded_store import POLL_S, BoundedStore, StoreLostError
 from specsync_core.errors import SpecSyncError, TransportError
 from specsync_core.liveness import ending_of, name_of, own_identity
 
@@ -47,6 +48,7 @@ class GroupStore:
         self._meetings: dict[str, int] = {}
         self._failure: dict[str, str] | None = None
         self._answered = 0
+        self._watchers: list[WeakMethod[Callable[[], float]]] = []
         self._identities: dict[int, dict[str, Any]] = {self.rank: own_identity()}
         self._store = BoundedStore(PrefixStore("specsync", cpu_group.get_group_store()), self._look_for_news)
         self._try_to_set(f"who/{self.rank}", self._identities[self.rank])
@@ -115,6 +117,24 @@ class GroupStore:
             if rank not in give_up and self._store.check(f"{key}/{rank}"):
                 missed.update(json.loads(self._store.get(f"{key}/{rank}")))
         return missed
+
+    # --- notes: what ranks leave for each other without meeting -----------------------------------
+
+    def post(self, key: str, payload: Any) -> None:
+        """Leave anything JSON can hold under a key, for every rank to read. Raises StoreLostError."""
+        self._store.set(f"note/{key}", json.dumps(payload))
+
+    def read(self, key: str) -> Any:
+        """Return what was posted under a key; None while nothing was. Raises StoreLostError."""
+        return json.loads(self._store.get(f"note/{key}")) if self._store.check(f"note/{key}") else None
+
+    def remove(self, key: str) -> None:
+        """Take a note back. Raises StoreLostError."""
+        self._store.delete(f"note/{key}")
+
+    def watch(self, look: Callable[[], float]) -> None:
+        """Let the store's thread call a bound method, held weakly; it returns after how many seconds to call again."""
+        self._watchers.append(WeakMethod(look))
 
     # --- failures ---------------------------------------------------------------------------------
 
@@ -223,6 +243,8 @@ class GroupStore:
             self._answered += 1
             self._store.set(f"roll/{self._answered}/{self.rank}", self._whereabouts())
         self._learn_identities()
+        watchers = [look for watcher in self._watchers if (look := watcher()) is not None]
+        self._store.pause_s = min((look() for look in watchers), default=POLL_S)
 
     def _learn_identities(self) -> None:
         for rank in range(self.world_size):

@@ -22,7 +22,7 @@ from specsync_core.errors import GroupError
 from specsync_core.facts import Facts
 from specsync_core.manager import PluginManager, plugin_manager
 from specsync_core.narrowing import narrowing_warning
-from specsync_core.policy import Mode
+from specsync_core.policy import Mode, Policy
 from specsync_core.policy_file import PolicyFile, find_policy_file, read_policy_file
 from specsync_core.registry import Registry, Site
 from specsync_core.settings import Setting, Transport, read_environment
@@ -68,6 +68,10 @@ class Plan:
     plugins: tuple[PluginVersion, ...] = ()
     advice: tuple[str, ...] = field(default=(), repr=False)
     """What is odd about the policies in force, in words."""
+    control: Setting[str | None] = Setting(None, "default")
+    """Path of the socket over which sites are changed while the engine runs; None: they are not."""
+    presets: Mapping[str, Policy] = field(default_factory=dict, repr=False)
+    """The policy file's own, for policies that come while the engine runs."""
 
     @property
     def timeout_s(self) -> float:
@@ -115,7 +119,7 @@ class Plan:
     def summary(self) -> dict[str, Any]:
         """Return the decisions and the plugin versions as JSON can hold them, for ranks to compare."""
         plugins = {plugin.name: f"{plugin.distribution} {plugin.version}" for plugin in self.plugins}
-        return {**self._decisions(), "plugins": plugins}
+        return {**self._decisions(), "plugins": plugins, "control": "off" if self.control.value is None else "on"}
 
     def policy_origins(self) -> list[str]:
         """Return where the sites' modes come from, each place once."""
@@ -147,6 +151,19 @@ class Plan:
             slug: replace(planned, group=_group(planned.site, dp_attention)) for slug, planned in self.sites.items()
         }
         return replace(self, facts=replace(self.facts, dp_attention=dp_attention), sites=MappingProxyType(sites))
+
+    def with_modes(self, modes: Mapping[str, Mode], origin: str) -> Plan:
+        """Return the plan with other modes at some sites.
+
+        Args:
+            modes: by slug.
+            origin: what the sites' modes then come from.
+        """
+        sites = dict(self.sites)
+        for slug, mode in modes.items():
+            before = sites[slug].mode
+            sites[slug] = replace(sites[slug], mode=Setting(mode, origin, ((before.value, before.origin),)))
+        return replace(self, sites=MappingProxyType(sites))
 
     def narrowing_warning(self) -> str | None:
         """Return what the operator should know when not every site is synchronised; None when all are.
@@ -202,6 +219,8 @@ def resolve_plan(
         counting=sources.counting(policy_file, environment),
         plugins=tuple(PluginVersion(info.name, info.distribution, info.version) for info in active),
         advice=sources.advice(layers),
+        control=environment.control or Setting(None, "default"),
+        presets=sources.presets(registry, policy_file),
     )
 
 

@@ -30,6 +30,7 @@ VARIABLES: Mapping[str, str] = {
     "SPECSYNC_STRICT": "0: an engine adapter warns and goes on where it would otherwise stop the start (default 1)",
     "SPECSYNC_FAULTS": "faults on purpose, e.g. 'dspark-accept-greedy:rank=1:step=20:add=1'",
     "SPECSYNC_ALLOW_FAULTS": "1: obey SPECSYNC_FAULTS (default 0)",
+    "SPECSYNC_CONTROL": "absolute path of the socket for `specsync ctl`, {pid} is the process's (default: no control)",
 }
 """Every variable that is read, with its meaning."""
 
@@ -70,6 +71,8 @@ class Environment:
     faults: str | None = None
     """As written; `specsync_core.diagnostics.faults` parses it."""
     allow_faults: bool = False
+    control: Setting[str] | None = None
+    """Path of the control socket that group rank 0 opens; ``{pid}`` in it stands for its process id."""
 
 
 def read_environment(environ: Mapping[str, str] | None = None) -> Environment:
@@ -94,6 +97,7 @@ def read_environment(environ: Mapping[str, str] | None = None) -> Environment:
         strict=read.plain("SPECSYNC_STRICT", _flag) is not False,
         faults=environ.get("SPECSYNC_FAULTS"),
         allow_faults=read.plain("SPECSYNC_ALLOW_FAULTS", _flag) or False,
+        control=read("SPECSYNC_CONTROL", _socket_path),
     )
     if problems:
         raise PolicyError("\n".join(problems))
@@ -163,6 +167,12 @@ def _path(text: str) -> Path:
     if not text:
         raise ValueError("takes the path of a policy file")
     return Path(text)
+
+
+def _socket_path(text: str) -> str:
+    if not text.startswith("/") or text.endswith("/"):  # workers may run in another directory than the operator
+        raise ValueError("takes the absolute path of a socket, such as /run/user/1000/specsync-{pid}.sock")
+    return text
 
 
 def _transport(text: str) -> Transport:

@@ -104,6 +104,11 @@ def advice(layers: Sequence[Layer]) -> tuple[str, ...]:
     return tuple(found)
 
 
+def presets(registry: Registry, policy_file: PolicyFile | None) -> Mapping[str, Policy]:
+    """Return the policy file's own presets, which `policy_layers` has found to be right."""
+    return {} if policy_file is None else _presets(policy_file, _Reader(registry))
+
+
 def _default_layer(registry: Registry, facts: Facts) -> Layer:
     def choice(site: Site) -> Choice:
         if facts.platform is None or facts.platform.lower() in site.platforms:
