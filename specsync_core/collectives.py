@@ -71,6 +71,8 @@ def gather_bytes(cpu_group: dist.ProcessGroup, data: bytes, what: str) -> list[b
     store = store_of(cpu_group)
     store.glance()
     store.place = what
+    if (gather := getattr(cpu_group, "gather_bytes", None)) is not None:  # a group of a test
+        return gather(data, what)  # type: ignore[no-any-return]
     own = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     frames = [torch.empty_like(own) for _ in range(store.world_size)]
     wait(dist.all_gather(frames, own, group=cpu_group, async_op=True), cpu_group, "gather")

@@ -260,7 +260,9 @@ _stores: WeakKeyDictionary[Any, GroupStore] = WeakKeyDictionary()
 
 
 def store_of(cpu_group: dist.ProcessGroup) -> GroupStore:
-    """Return the one `GroupStore` of this process for a gloo group."""
+    """Return the one `GroupStore` of this process for a gloo group; a group of a test brings its own."""
+    if (own := getattr(cpu_group, "specsync_store", None)) is not None:
+        return own  # type: ignore[no-any-return]
     if (store := _stores.get(cpu_group)) is None:
         store = _stores[cpu_group] = GroupStore(cpu_group)
     return store
