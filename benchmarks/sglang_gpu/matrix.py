@@ -1,156 +1,113 @@
 """SGLang on two GPUs with CUDA graphs: stock and specsync side by side, taking turns; results as JSON.
 
-    PYTHONPATH=SITE python benchmarks/sglang_gpu/matrix.py OUT.json [--algorithms dspark,dflash,ngram,eagle]
+    PYTHONPATH=SITE python benchmarks/sglang_gpu/matrix.py OUT [--algorithms dspark,dflash,ngram,eagle]
 
 SITE is where `unpack.sh` put the bundle. For each algorithm two engines live at once and serve rounds in turn, so that
-both see the same machine; the ratio is that of the medians. Then both get the fault that hangs stock SGLang: one draw
-more on rank 1. Runs end when their time is up, so a hang is a result, not the end of the matrix.
+both see the same machine; the ratio is that of the medians. DSPARK then gets the fault that hangs stock SGLang: one
+draw more on rank 1. Every wait has an end, so a hang is a result, not the end of the matrix. OUT is a folder:
+``matrix.json`` is written after each step, logs of the engines lie beside it.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import selectors
-import signal
-import subprocess
-import sys
-import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
-ALGORITHMS: dict[str, dict[str, Any]] = {
-    "dspark": {"speculative_algorithm": "DSPARK", "speculative_draft_model_path": "dspark"},
-    "dflash": {"speculative_algorithm": "DFLASH", "speculative_draft_model_path": "dflash"},
-    "ngram": {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 8},
-    "eagle": {
-        "speculative_algorithm": "EAGLE",
-        "speculative_draft_model_path": "eagle",
-        "speculative_num_steps": 3,
-        "speculative_eagle_topk": 1,
-        "speculative_num_draft_tokens": 4,
-    },
-}
+from fleet import ALGORITHMS, Engine, Fleet
+
 VARIANTS = {"stock": {"SGLANG_PLUGINS": "specsync-bench-shim"}, "specsync": {"SPECSYNC_SITES": "all"}}
-START_S, ROUND_S = 240.0, 60.0
+FAULT_RUNS = {"clean": ("specsync", 0), "healed": ("specsync", 60), "stock": ("stock", 60)}
+"""Variant, and the step at which rank 1 draws once more (0: never)."""
+ROUND_S = 45.0
+HANG_S = 20.0
+"""A round of the faulted runs takes one to two seconds."""
 
 
-class Engine:
-    """One running engine, and what it answered."""
+@dataclass
+class Matrix:
+    fleet: Fleet
+    options: argparse.Namespace
+    deadline: float
 
-    def __init__(self, algorithm: str, environ: dict[str, str], port: int, folder: Path) -> None:
-        arguments = {**ALGORITHMS[algorithm], "port": port}
-        stats = folder / "stats"
-        stats.mkdir(parents=True)
-        self.stats_folder, self.log = stats, folder / "log"
-        paths = (HERE / "shim", HERE / "stubs", os.environ.get("PYTHONPATH", ""))
-        self._log = self.log.open("w")
-        self.process = subprocess.Popen(
-            [sys.executable, str(HERE / "serve.py"), json.dumps(arguments), str(folder / "models")],
-            env=os.environ
-            | {
-                "PYTHONPATH": ":".join(map(str, paths)),
-                "SHIM_ALGORITHM": algorithm.upper(),
-                "SHIM_STATS": str(stats),
-                "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0",
-            }
-            | environ,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            text=True,
-            start_new_session=True,
-        )
+    def left_s(self) -> float:
+        return self.deadline - time.monotonic()
 
-    def ask(self, **wanted: Any) -> dict[str, Any] | None:
-        """Serve one round; None when it did not end in time."""
-        assert self.process.stdin is not None
-        try:
-            self.process.stdin.write(json.dumps(wanted) + "\n")
-            self.process.stdin.flush()
-        except BrokenPipeError:
-            return None
-        return self.answer(ROUND_S)
-
-    def answer(self, limit_s: float) -> dict[str, Any] | None:
-        assert self.process.stdout is not None
-        deadline = time.monotonic() + limit_s
-        with selectors.DefaultSelector() as selector:
-            selector.register(self.process.stdout, selectors.EVENT_READ)
-            while (left := deadline - time.monotonic()) > 0 and selector.select(left):
-                line = self.process.stdout.readline()
-                if line.startswith("ANSWER "):
-                    return dict(json.loads(line.removeprefix("ANSWER ")))
-                if not line:
-                    return None
-                self._log.write(line)
-        return None
-
-    def stats(self) -> list[dict[str, Any]]:
-        return [json.loads(path.read_text()) for path in sorted(self.stats_folder.glob("rank-*.json"))]
-
-    def end(self) -> str:
-        """End this engine's own processes; return the end of its log."""
-        if self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-        self._log.close()
-        return self.log.read_text(errors="replace")[-1500:]
-
-
-def measure(algorithm: str, batches: list[int], rounds: int, tokens: int, folder: Path) -> dict[str, Any]:
-    """Stock and specsync in turn, each batch size and temperature."""
-    engines = {
-        name: Engine(algorithm, {**environ, "SHIM_DRAW_STEP": "0"}, 31000 + 1500 * index, folder / name)
-        for index, (name, environ) in enumerate(VARIANTS.items())
-    }
-    started = {name: engine.answer(START_S) for name, engine in engines.items()}
-    result: dict[str, Any] = {"started": started, "runs": []}
-    if all(started.values()):
+    def measure(self, algorithm: str) -> dict[str, Any]:
+        """Stock and specsync in turn, each batch size and temperature."""
+        names = [f"{algorithm}-{variant}" for variant in VARIANTS]
+        engines = dict(zip(VARIANTS, self.fleet.turn(*names), strict=True))
+        result: dict[str, Any] = {"started": {name: engine.started for name, engine in engines.items()}, "runs": []}
+        if not all(result["started"].values()):
+            return result | {"logs": {name: each.log_end() for name, each in engines.items() if not each.started}}
         for temperature in (0.0, 1.0):
-            for batch in batches:
-                wanted = {"batch": batch, "tokens": tokens, "temperature": temperature}
-                result["runs"].append(take_turns(engines, wanted, rounds))
-        engines["specsync"].ask(batch=1, tokens=2, temperature=0.0)  # one more prefill writes the counters
-        result["ranks"] = engines["specsync"].stats()
-    result["logs"] = {name: log for name, engine in engines.items() if (log := engine.end()) and not started[name]}
-    return result
+            for batch in map(int, self.options.batches.split(",")):
+                wanted = {"batch": batch, "tokens": self.options.tokens, "temperature": temperature}
+                result["runs"].append(self._take_turns(engines, wanted))
+        engines["specsync"].ask(ROUND_S, batch=1, tokens=2, temperature=0.0)  # one more prefill writes the counters
+        return result | {"ranks": engines["specsync"].counters()}
+
+    def _take_turns(self, engines: dict[str, Engine], wanted: dict[str, Any]) -> dict[str, Any]:
+        for engine in engines.values():
+            engine.ask(min(ROUND_S, self.left_s()), **wanted)  # compiles, and fills what is empty
+        given: dict[str, list[dict[str, Any]]] = {name: [] for name in engines}
+        for turn in range(self.options.rounds):
+            for name in sorted(engines, reverse=bool(turn % 2)):
+                if self.left_s() > 0 and (answer := engines[name].ask(min(ROUND_S, self.left_s()), **wanted)):
+                    given[name].append(answer)
+        speeds = {name: [round(each["tokens_per_s"], 1) for each in answers] for name, answers in given.items()}
+        steps = {name: [each["steps"] for each in answers] for name, answers in given.items()}
+        complete = all(len(found) == self.options.rounds for found in speeds.values())
+        ratio = round(median(speeds["specsync"]) / median(speeds["stock"]), 4) if complete else None
+        digests = {name: [each["digest"] for each in answers] for name, answers in given.items()}
+        run = {**wanted, "ratio": ratio, "tokens_per_s": speeds, "steps": steps, "digests": digests}
+        print({key: run[key] for key in ("batch", "temperature", "ratio", "tokens_per_s")}, flush=True)
+        return run
+
+    def fault(self) -> dict[str, Any]:
+        """One extra draw on rank 1: what each variant makes of it, against specsync's own run without the fault."""
+        result = {name: self._faulted(*self.fleet.turn(f"fault-{name}")) for name in FAULT_RUNS}
+        digests = {name: found["digests"] for name, found in result.items()}
+        healed = None not in digests["clean"] and digests["clean"] == digests["healed"]
+        return result | {"healed": healed, "stock hung": result["stock"]["hung"]}
+
+    def _faulted(self, engine: Engine) -> dict[str, Any]:
+        rounds: list[dict[str, Any] | None] = []
+        limit_s = 90.0  # the first round compiles
+        while engine.started and len(rounds) < 4 and None not in rounds:
+            rounds.append(engine.ask(min(limit_s, self.left_s()), batch=8, tokens=self.options.tokens, temperature=1.0))
+            limit_s = HANG_S
+        hung = None in rounds and engine.process.poll() is None
+        if engine.started and not hung:
+            engine.ask(HANG_S, batch=1, tokens=2, temperature=0.0)
+        found = {"started": engine.started, "digests": [each and each["digest"] for each in rounds], "hung": hung}
+        found |= {"ranks": engine.counters()}
+        found |= {"log": engine.log_end()} if hung or not engine.started else {}
+        print({key: found[key] for key in ("started", "digests", "hung")}, flush=True)
+        return found
 
 
-def take_turns(engines: dict[str, Engine], wanted: dict[str, Any], rounds: int) -> dict[str, Any]:
-    for engine in engines.values():
-        engine.ask(**wanted)  # compiles, and fills what is empty
-    answers: dict[str, list[dict[str, Any] | None]] = {name: [] for name in engines}
-    for turn in range(rounds):
-        for name in sorted(engines, reverse=bool(turn % 2)):
-            answers[name].append(engines[name].ask(**wanted))
-    speeds = {name: [each["tokens_per_s"] for each in given if each] for name, given in answers.items()}
-    complete = all(len(found) == rounds for found in speeds.values())
-    ratio = median(speeds["specsync"]) / median(speeds["stock"]) if complete else None
-    digests = {name: [each and each["digest"] for each in given] for name, given in answers.items()}
-    return {**wanted, "tokens_per_s": speeds, "ratio": ratio, "digests": digests}
-
-
-def fault(algorithm: str, tokens: int, folder: Path) -> dict[str, Any]:
-    """One extra draw on rank 1: what each variant makes of it, against specsync's own run without the fault."""
-    runs = {"clean": ("specsync", "0"), "specsync": ("specsync", "60"), "stock": ("stock", "60")}
-    result: dict[str, Any] = {}
-    for index, (name, (variant, step)) in enumerate(runs.items()):
-        engine = Engine(algorithm, {**VARIANTS[variant], "SHIM_DRAW_STEP": step}, 36000 + 1500 * index, folder / name)
-        started = engine.answer(START_S)
-        rounds = [engine.ask(batch=8, tokens=tokens, temperature=1.0) for _ in range(4)] if started else []
-        engine.ask(batch=1, tokens=2, temperature=0.0) if all(rounds) else None
-        digests = [each and each["digest"] for each in rounds]
-        result[name] = {"started": bool(started), "digests": digests, "hung": not all(rounds), "ranks": engine.stats()}
-        log = engine.end()
-        if not started:
-            result[name]["log"] = log
-    result["healed"] = bool(result["clean"]["digests"]) and result["clean"]["digests"] == result["specsync"]["digests"]
-    return result
+def start(options: argparse.Namespace, algorithms: list[str]) -> Fleet:
+    runs = {
+        f"{algorithm}-{variant}": (algorithm, {**environ, "SHIM_DRAW_STEP": "0"})
+        for algorithm in algorithms
+        for variant, environ in VARIANTS.items()
+    }
+    if options.fault:
+        runs |= {
+            f"fault-{name}": ("dspark", {**VARIANTS[variant], "SHIM_DRAW_STEP": str(step)})
+            for name, (variant, step) in FAULT_RUNS.items()
+        }
+    return Fleet(
+        [
+            Engine(name, algorithm, environ, 30000 + 1500 * index, options.output)
+            for index, (name, (algorithm, environ)) in enumerate(runs.items())
+        ]
+    )
 
 
 def main() -> None:
@@ -160,25 +117,34 @@ def main() -> None:
     parser.add_argument("--batches", default="1,8,16")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=384)
-    parser.add_argument("--parts", default="measure,fault")
+    parser.add_argument("--fault", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--start-s", type=float, default=240.0, help="time that all engines have to start")
+    parser.add_argument("--limit-s", type=float, default=540.0, help="time that all of it may take")
     options = parser.parse_args()
+    begin = time.monotonic()
+    algorithms = [name for name in options.algorithms.split(",") if name]
+    if unknown := set(algorithms) - set(ALGORITHMS):
+        parser.error(f"unknown algorithms {sorted(unknown)}; known: {', '.join(ALGORITHMS)}")
+    options.output.mkdir(parents=True, exist_ok=True)
     results: dict[str, Any] = {"engine": "sglang 0.5.17", "machine": machine(), "algorithms": {}}
-    batches = [int(batch) for batch in options.batches.split(",")]
-    for algorithm in options.algorithms.split(","):
-        found = results["algorithms"][algorithm] = {}
-        with tempfile.TemporaryDirectory() as folder:
-            if "measure" in options.parts:
-                found["measure"] = measure(algorithm, batches, options.rounds, options.tokens, Path(folder) / "measure")
-            if "fault" in options.parts and algorithm == "dspark":
-                found["fault"] = fault(algorithm, options.tokens, Path(folder) / "fault")
-        options.output.write_text(json.dumps(results, indent=1))  # after each: a later one may run out of time
-        print(f"{algorithm}: {json.dumps(summary(found))}", flush=True)
+    fleet = start(options, algorithms)
+    try:
+        fleet.wait_ready(begin + options.start_s)
+        matrix = Matrix(fleet, options, begin + options.limit_s)
+        if options.fault:
+            results["fault"] = matrix.fault()
+            write(options.output, results)
+        for algorithm in algorithms:
+            print(f"== {algorithm}", flush=True)
+            results["algorithms"][algorithm] = matrix.measure(algorithm)
+            write(options.output, results)
+    finally:
+        fleet.end()
 
 
-def summary(found: dict[str, Any]) -> dict[str, Any]:
-    runs = found.get("measure", {}).get("runs", [])
-    ratios = {f"T={run['temperature']:g} batch {run['batch']}": run["ratio"] for run in runs}
-    return {"ratios": ratios, "healed": found.get("fault", {}).get("healed")}
+def write(folder: Path, results: dict[str, Any]) -> None:
+    """After each step, since a later one may run out of time."""
+    (folder / "matrix.json").write_text(json.dumps(results, indent=1) + "\n")
 
 
 def machine() -> str:

@@ -61,7 +61,7 @@ SERVER = {
     "skip_server_warmup": True,
     "random_seed": 1,
     "grammar_backend": "none",
-    "watchdog_timeout": 120,
+    "watchdog_timeout": 300,
     "disable_radix_cache": True,
     "disable_prefill_cuda_graph": True,
 }

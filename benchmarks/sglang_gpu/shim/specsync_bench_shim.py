@@ -24,6 +24,7 @@ _steps = 0
 def register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+    avoid_compiling()
     HookRegistry.register(
         "sglang.srt.model_loader.weight_utils.initialize_dummy_weights", wide_weights, HookType.BEFORE
     )
@@ -32,6 +33,18 @@ def register() -> None:
         HookRegistry.register(f"{worker}.forward_batch_generation", draw_once_more, HookType.BEFORE)
     if os.environ.get("SHIM_STATS"):
         HookRegistry.register("sglang.srt.layers.sampler.Sampler.forward", write_stats, HookType.AFTER)
+
+
+def avoid_compiling() -> None:
+    """Take the kernels that come compiled: flashinfer would build its own for minutes, in every variant alike."""
+    from importlib import import_module
+
+    for module, name, value in (
+        ("sglang.kernels.ops.speculative.dspark.dspark_accept", "_flashinfer_softmax", None),
+        ("sgl_kernel.elementwise", "_has_flashinfer", False),
+        ("sgl_kernel.sampling", "_has_flashinfer", False),
+    ):
+        setattr(import_module(module), name, value)
 
 
 def wide_weights(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
