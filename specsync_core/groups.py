@@ -107,9 +107,11 @@ class EngineGroup:
         self.ranks: list[int] = list(coordinator.ranks)
         self.device = coordinator.device
         self.cpu_group = coordinator.cpu_group
-        self._device_group = coordinator.device_group
+        self.device_group = coordinator.device_group
+        """The process group of the device; transports share memory in it."""
         inner = getattr(coordinator, "device_communicator", None)
-        self._pynccl = getattr(coordinator, "pynccl_comm", None) or getattr(inner, "pynccl_comm", None)
+        self.pynccl_comm = getattr(coordinator, "pynccl_comm", None) or getattr(inner, "pynccl_comm", None)
+        """The engine's own communicator, or None."""
 
     def broadcast(self, tensor: Tensor, src: int = 0) -> Tensor:
         """Overwrite ``tensor`` with that of group rank ``src``, in place, on the current stream.
@@ -119,10 +121,10 @@ class EngineGroup:
         if tensor.device.type == "cpu":
             work = dist.broadcast(tensor, src=self.ranks[src], group=self.cpu_group, async_op=True)
             wait(work, self.cpu_group, "broadcast")
-        elif self._pynccl is not None and not self._pynccl.disabled:
-            self._pynccl.broadcast(tensor, src=src)
+        elif self.pynccl_comm is not None and not self.pynccl_comm.disabled:
+            self.pynccl_comm.broadcast(tensor, src=src)
         else:
-            dist.broadcast(tensor, src=self.ranks[src], group=self._device_group)
+            dist.broadcast(tensor, src=self.ranks[src], group=self.device_group)
         return tensor
 
     def __repr__(self) -> str:

@@ -49,7 +49,7 @@ class EngineCommunicator:
             self._pynccl.disabled = self._was_disabled
 
     def broadcast(self, tensor: Tensor, stream: torch.cuda.Stream) -> None:
-        self._pynccl.broadcast(as_bytes_where_needed(tensor), 0, stream)
+        self._pynccl.broadcast(as_bytes_where_needed(tensor), 0)  # on the current stream, which is `stream`
 
 
 class OwnCommunicator:

@@ -2,10 +2,13 @@
 
 from types import SimpleNamespace
 
+import pytest
 import torch
 
+from specsync_core.groups import EngineGroup
 from specsync_core.transports.communicators import EngineCommunicator, as_bytes_where_needed, engine_communicator
 from specsync_core.transports.grouped import DirectTransport, PackedTransport, device_lane
+from specsync_core.transports.one_shot_channel import process_group_of
 
 
 class PyNccl:
@@ -23,12 +26,22 @@ class PyNccl:
     def group_end(self):
         self.asked.append(("end", self.disabled))
 
-    def broadcast(self, tensor, src, stream):
-        self.asked.append((tensor.dtype, src, stream, self.disabled))
+    def broadcast(self, tensor, src):  # SGLang's; vLLM's takes a stream, too, and defaults to the current one
+        self.asked.append((tensor.dtype, src, self.disabled))
 
 
 def coordinator(**more):
-    return SimpleNamespace(world_size=2, rank_in_group=0, cpu_group=None, broadcast=lambda tensor, src=0: None, **more)
+    """What an engine hands to a worker: SGLang's has ``pynccl_comm``, vLLM's has it in ``device_communicator``."""
+    return SimpleNamespace(
+        world_size=2,
+        rank_in_group=0,
+        ranks=[0, 1],
+        device=torch.device("cpu"),
+        device_group=None,
+        cpu_group=None,
+        broadcast=lambda tensor, src=0: None,
+        **more,
+    )
 
 
 def test_the_engine_s_communicator_is_enabled_for_one_call_and_put_back():
@@ -40,20 +53,28 @@ def test_the_engine_s_communicator_is_enabled_for_one_call_and_put_back():
     communicator.end()
     assert pynccl.asked == [
         ("start", False),
-        (torch.uint8, 0, "stream", False),
-        (torch.float32, 0, "stream", False),
+        (torch.uint8, 0, False),
+        (torch.float32, 0, False),
         ("end", False),
     ]
     assert pynccl.disabled
 
 
-def test_sglang_s_and_vllm_s_places_are_found():
-    assert engine_communicator(coordinator(pynccl_comm=PyNccl())) is not None
-    assert engine_communicator(coordinator(device_communicator=SimpleNamespace(pynccl_comm=PyNccl()))) is not None
-    assert engine_communicator(coordinator(pynccl_comm=None)) is None
+@pytest.mark.parametrize("wrap", [lambda bare: bare, EngineGroup])
+def test_sglang_s_and_vllm_s_places_are_found(wrap):
+    assert engine_communicator(wrap(coordinator(pynccl_comm=PyNccl()))) is not None
+    inner = SimpleNamespace(pynccl_comm=PyNccl())
+    assert engine_communicator(wrap(coordinator(device_communicator=inner))) is not None
+    assert engine_communicator(wrap(coordinator(pynccl_comm=None))) is None
     unavailable = PyNccl()
     unavailable.available = False
-    assert engine_communicator(coordinator(pynccl_comm=unavailable)) is None
+    assert engine_communicator(wrap(coordinator(pynccl_comm=unavailable))) is None
+
+
+def test_an_engine_s_group_shares_memory_in_the_engine_s_device_group():
+    bare = coordinator()
+    bare.device_group = object()
+    assert process_group_of(EngineGroup(bare)) is bare.device_group
 
 
 def test_the_engine_s_communicator_comes_first_and_packing_last():
