@@ -20,7 +20,10 @@ from typing import Any
 
 from fleet import ALGORITHMS, Engine, Fleet
 
-VARIANTS = {"stock": {"SGLANG_PLUGINS": "specsync-bench-shim"}, "specsync": {"SPECSYNC_SITES": "all"}}
+STOCK, ALL = {"SGLANG_PLUGINS": "specsync-bench-shim"}, {"SPECSYNC_SITES": "all"}
+VARIANTS = {"stock": STOCK, "specsync": ALL, "control": STOCK, "grouped": ALL | {"SPECSYNC_TRANSPORT": "grouped"}}
+"""``control`` is stock once more: its ratio says how far two equal engines lie apart. ``grouped`` is specsync over the
+engine's own PyNccl."""
 FAULT_RUNS = {"clean": ("specsync", 0), "healed": ("specsync", 60), "stock": ("stock", 60)}
 """Variant, and the step at which rank 1 draws once more (0: never)."""
 ROUND_S = 45.0
@@ -39,8 +42,7 @@ class Matrix:
 
     def measure(self, algorithm: str) -> dict[str, Any]:
         """Stock and specsync in turn, each batch size and temperature."""
-        names = [f"{algorithm}-{variant}" for variant in VARIANTS]
-        engines = dict(zip(VARIANTS, self.fleet.turn(*names), strict=True))
+        engines = {name: self.fleet.engines[f"{algorithm}-{name}"] for name in variants_of(algorithm)}
         result: dict[str, Any] = {"started": {name: engine.started for name, engine in engines.items()}, "runs": []}
         if not all(result["started"].values()):
             return result | {"logs": {name: each.log_end() for name, each in engines.items() if not each.started}}
@@ -48,29 +50,38 @@ class Matrix:
             for batch in map(int, self.options.batches.split(",")):
                 wanted = {"batch": batch, "tokens": self.options.tokens, "temperature": temperature}
                 result["runs"].append(self._take_turns(engines, wanted))
-        engines["specsync"].ask(ROUND_S, batch=1, tokens=2, temperature=0.0)  # one more prefill writes the counters
-        return result | {"ranks": engines["specsync"].counters()}
+        for name, engine in engines.items():
+            if "SPECSYNC_SITES" in VARIANTS[name]:
+                self._ask(engine, ROUND_S, batch=1, tokens=2, temperature=0.0)  # one more prefill writes the counters
+        return result | {"ranks": {name: engine.counters() for name, engine in engines.items()}}
+
+    def _ask(self, engine: Engine, limit_s: float, **wanted: Any) -> dict[str, Any] | None:
+        """One round of one engine, while all others are stopped."""
+        self.fleet.turn(engine.name)
+        time.sleep(0.05)
+        return engine.ask(min(limit_s, self.left_s()), **wanted) if self.left_s() > 0 else None
 
     def _take_turns(self, engines: dict[str, Engine], wanted: dict[str, Any]) -> dict[str, Any]:
         for engine in engines.values():
-            engine.ask(min(ROUND_S, self.left_s()), **wanted)  # compiles, and fills what is empty
+            self._ask(engine, ROUND_S, **wanted)  # compiles, and fills what is empty
         given: dict[str, list[dict[str, Any]]] = {name: [] for name in engines}
         for turn in range(self.options.rounds):
             for name in sorted(engines, reverse=bool(turn % 2)):
-                if self.left_s() > 0 and (answer := engines[name].ask(min(ROUND_S, self.left_s()), **wanted)):
+                if (answer := self._ask(engines[name], ROUND_S, **wanted)) is not None:
                     given[name].append(answer)
         speeds = {name: [round(each["tokens_per_s"], 1) for each in answers] for name, answers in given.items()}
         steps = {name: [each["steps"] for each in answers] for name, answers in given.items()}
-        complete = all(len(found) == self.options.rounds for found in speeds.values())
-        ratio = round(median(speeds["specsync"]) / median(speeds["stock"]), 4) if complete else None
+        complete = {name: median(found) for name, found in speeds.items() if len(found) == self.options.rounds}
+        stock = complete.pop("stock", None)
+        ratios = {name: round(speed / stock, 4) for name, speed in complete.items()} if stock else {}
         digests = {name: [each["digest"] for each in answers] for name, answers in given.items()}
-        run = {**wanted, "ratio": ratio, "tokens_per_s": speeds, "steps": steps, "digests": digests}
-        print({key: run[key] for key in ("batch", "temperature", "ratio", "tokens_per_s")}, flush=True)
+        run = {**wanted, "ratios": ratios, "tokens_per_s": speeds, "steps": steps, "digests": digests}
+        print({key: run[key] for key in ("batch", "temperature", "ratios", "tokens_per_s")}, flush=True)
         return run
 
     def fault(self) -> dict[str, Any]:
         """One extra draw on rank 1: what each variant makes of it, against specsync's own run without the fault."""
-        result = {name: self._faulted(*self.fleet.turn(f"fault-{name}")) for name in FAULT_RUNS}
+        result = {name: self._faulted(self.fleet.engines[f"fault-{name}"]) for name in FAULT_RUNS}
         digests = {name: found["digests"] for name, found in result.items()}
         healed = None not in digests["clean"] and digests["clean"] == digests["healed"]
         return result | {"healed": healed, "stock hung": result["stock"]["hung"]}
@@ -79,11 +90,11 @@ class Matrix:
         rounds: list[dict[str, Any] | None] = []
         limit_s = 90.0  # the first round compiles
         while engine.started and len(rounds) < 4 and None not in rounds:
-            rounds.append(engine.ask(min(limit_s, self.left_s()), batch=8, tokens=self.options.tokens, temperature=1.0))
+            rounds.append(self._ask(engine, limit_s, batch=8, tokens=self.options.tokens, temperature=1.0))
             limit_s = HANG_S
         hung = None in rounds and engine.process.poll() is None
         if engine.started and not hung:
-            engine.ask(HANG_S, batch=1, tokens=2, temperature=0.0)
+            self._ask(engine, HANG_S, batch=1, tokens=2, temperature=0.0)
         found = {"started": engine.started, "digests": [each and each["digest"] for each in rounds], "hung": hung}
         found |= {"ranks": engine.counters()}
         found |= {"log": engine.log_end()} if hung or not engine.started else {}
@@ -91,11 +102,16 @@ class Matrix:
         return found
 
 
+def variants_of(algorithm: str) -> dict[str, dict[str, str]]:
+    """DSPARK decides most per step: it is measured in every variant."""
+    return VARIANTS if algorithm == "dspark" else {name: VARIANTS[name] for name in ("stock", "specsync")}
+
+
 def start(options: argparse.Namespace, algorithms: list[str]) -> Fleet:
     runs = {
         f"{algorithm}-{variant}": (algorithm, {**environ, "SHIM_DRAW_STEP": "0"})
         for algorithm in algorithms
-        for variant, environ in VARIANTS.items()
+        for variant, environ in variants_of(algorithm).items()
     }
     if options.fault:
         runs |= {

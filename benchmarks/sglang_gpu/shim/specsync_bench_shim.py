@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ WORKERS = {
     "EAGLE": "sglang.srt.speculative.eagle_worker_v2.EAGLEWorkerV2",
 }
 _steps = 0
+_host_ns: dict[str, list[int]] = {}
 
 
 def register() -> None:
@@ -32,6 +34,7 @@ def register() -> None:
     if worker is not None and int(os.environ.get("SHIM_DRAW_STEP", "0")):
         HookRegistry.register(f"{worker}.forward_batch_generation", draw_once_more, HookType.BEFORE)
     if os.environ.get("SHIM_STATS"):
+        time_points()
         HookRegistry.register("sglang.srt.layers.sampler.Sampler.forward", write_stats, HookType.AFTER)
 
 
@@ -54,6 +57,22 @@ def wide_weights(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
     return args, kwargs
 
 
+def time_points() -> None:
+    """Host time of each site's calls; two clock readings a call, where one call takes tens of microseconds."""
+    from specsync_core.point import Point
+
+    plain = Point.__call__
+
+    def timed(point: Any, *tensors: Any) -> Any:
+        begin = time.perf_counter_ns()
+        result = plain(point, *tensors)
+        spent = _host_ns.setdefault(point._site.slug, [])
+        spent.append(time.perf_counter_ns() - begin)
+        return result
+
+    Point.__call__ = timed
+
+
 def draw_once_more(*args: Any, **kwargs: Any) -> None:
     """One value more from the default generator, which moves every later draw of this rank, in graphs too."""
     global _steps
@@ -63,6 +82,12 @@ def draw_once_more(*args: Any, **kwargs: Any) -> None:
     _steps += 1
     if _steps == int(os.environ["SHIM_DRAW_STEP"]) and get_parallel().tp_group.rank_in_group == 1:
         torch.rand(1, device="cuda")
+
+
+def summary(spent: list[int]) -> dict[str, float]:
+    ordered = sorted(spent)
+    places = {"median": 0.5, "p90": 0.9, "p99": 0.99}
+    return {"calls": len(ordered)} | {name: ordered[int(len(ordered) * at)] / 1000 for name, at in places.items()}
 
 
 def write_stats(*args: Any, **kwargs: Any) -> None:
@@ -76,6 +101,7 @@ def write_stats(*args: Any, **kwargs: Any) -> None:
     found = {
         "rank": rank,
         "transports": {name: choice.transport.name for name, choice in current.sync.transports.items()},
+        "host_us": {slug: summary(spent) for slug, spent in _host_ns.items()},
         "fired": current.firings.counts,
         "sites": {slug: stats.as_dict() for slug, stats in current.sync.stats().items() if stats.calls},
     }
