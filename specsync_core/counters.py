@@ -1,22 +1,21 @@
 """Counters of one site: calls, bytes, elements compared, elements that differed, and the first difference.
 
-On host tensors they are plain integers. On a device they are int64 accumulators that the same stream
-updates, so that a captured graph counts each of its replays; reading them is the caller's host sync.
+On host tensors they are plain integers. On a device they are accumulators that the same stream updates, so that
+a captured graph counts each of its replays (`specsync_core.device_counts`); reading them is the caller's host sync.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
+from specsync_core.device_counts import DeviceCounts, GapNote, StepClock, bits, requests_of, smallest_gap
 from specsync_core.payload import Packet
 from specsync_core.registry import Site
-
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
@@ -34,6 +33,9 @@ class FirstDivergence:
     own: Any
     rank0: Any
     """Group rank 0's value; for an agreement, the agreed one."""
+    logit_gap: float | None = None
+    """Where the caller gave logits: the smallest distance between best and second-best logit of this request on this
+    rank. Near 0, rounding decided; None where it is not known."""
 
 
 @dataclass(frozen=True)
@@ -49,11 +51,19 @@ class SiteStats:
     """Elements that differed; in sync mode they were healed."""
     mismatched_calls: int = 0
     first_divergence: FirstDivergence | None = None
-    """None without a difference, and in captured graphs whose transport does not compare by itself: there only the
-    counts are kept. With ``one-shot``, ``call`` counts the calls of one signature."""
+    """Kept when the sync heals it. With ``one-shot``, ``call`` counts the calls of one signature."""
+
+    @property
+    def text(self) -> str:
+        """``3 mismatches in 61,440 checks``; without checks, that there were none."""
+        return checks_text(self.mismatches, self.compared)
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+
+First: TypeAlias = tuple[int, int, int, tuple[int, ...], Any, Any]
+"""A first difference: step, call, position of the tensor, index, own value, rank 0's value."""
 
 
 class Counted(Protocol):
@@ -63,16 +73,26 @@ class Counted(Protocol):
         """Return calls, bytes, compared elements, mismatches and mismatched calls. May wait for the device."""
         ...
 
-    def first(self) -> tuple[int, int, int, tuple[int, ...], Any, Any] | None:
-        """Return the first difference: step, call, position of the tensor, index, own value, rank 0's value."""
+    def first(self) -> First | None:
+        """Return the first difference, if there was one. May wait for the device."""
+        ...
+
+    def gap_note(self, site: Site) -> GapNote:
+        """Return what keeps the logit gap of the first difference."""
         ...
 
 
-def bits(tensor: Tensor) -> Tensor:
-    """View a tensor's elements as integers (complex: as pairs), so that equal NaNs are equal."""
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor)
-    return tensor.contiguous().view(_BITS[tensor.element_size()])
+def checks_text(mismatches: int, checks: int) -> str:
+    """Say how much was compared with what was found: a bare "clean" would not show that anything was."""
+    if not checks:
+        return "nothing was compared here"
+    return f"{mismatches:,} mismatch{'' if mismatches == 1 else 'es'} in {checks:,} check{'' if checks == 1 else 's'}"
+
+
+def summary(stats: Iterable[SiteStats]) -> str:
+    """`SiteStats.text` over all sites. Group rank 0 is what the others compare with, and checks nothing itself."""
+    found = list(stats)
+    return checks_text(sum(each.mismatches for each in found), sum(each.compared for each in found))
 
 
 class SiteCounter:
@@ -80,28 +100,36 @@ class SiteCounter:
 
     def __init__(self, site: Site, mode: str, group_rank: int) -> None:
         self._site = site
-        self._mode = mode
+        self.mode = mode
         self._group_rank = group_rank
         self._totals = [0, 0, 0, 0, 0]
         """calls, bytes, compared, mismatches, mismatched calls."""
-        self._device_totals: Tensor | None = None
+        self._device: DeviceCounts | None = None
         self._first: FirstDivergence | None = None
         self._elsewhere: list[Counted] = []
+        self._gaps: dict[int, list[GapNote]] = {}
+        """By the identity of what counts: `_device`, or an element of `_elsewhere`."""
 
-    def add(self, counted: Counted) -> None:
-        """Count in what a transport counts by itself."""
+    def add(self, counted: Counted, packet: Packet | None = None) -> None:
+        """Count in what a transport counts by itself, for calls of this packet's signature."""
         self._elsewhere.append(counted)
+        if packet is not None and self._group_rank:
+            self._keep_gap(packet, counted, counted.gap_note(self._site))
 
-    def prepare(self, packet: Packet, tensors: Sequence[Tensor]) -> None:
-        """Make the device accumulators and this signature's increments, before any capture."""
+    def prepare(self, packet: Packet, tensors: Sequence[Tensor], clock: StepClock) -> None:
+        """Make the device accumulators and this signature's constants, before any capture."""
         if tensors[0].device.type == "cpu":
             return
-        device = tensors[0].device
-        if self._device_totals is None:
-            self._device_totals = torch.zeros(5, dtype=torch.int64, device=device)
-        elements = sum(tensor.numel() for tensor in tensors)
-        compared = elements if self._group_rank else 0
-        packet.scratch["counter"] = torch.tensor([1, packet.nbytes, compared, 0, 0], dtype=torch.int64, device=device)
+        if self._device is None:
+            self._device = DeviceCounts(tensors[0].device, clock)
+        self._device.prepare(packet, tensors, compares=self._group_rank > 0)
+        if self._group_rank:
+            layout = [(tensor.shape, tensor.dtype) for tensor in tensors]
+            self._keep_gap(packet, self._device, self._device.gap_note(requests_of(self._site, layout)))
+
+    def _keep_gap(self, packet: Packet, source: object, note: GapNote) -> None:
+        packet.scratch["gap"] = note
+        self._gaps.setdefault(id(source), []).append(note)
 
     def count(self, packet: Packet, own: Sequence[Tensor], rank0: Sequence[Tensor] | None, step: int) -> None:
         """Count one call; ``rank0`` is what came from group rank 0, None when nothing was compared.
@@ -109,7 +137,8 @@ class SiteCounter:
         Graph: capturable on device tensors; no allocation outlives the call, no host read.
         """
         if own[0].device.type != "cpu":
-            self._count_on_device(packet, own, rank0)
+            assert self._device is not None, "prepare comes before the first call"
+            self._device.count(packet, own, rank0 if self._group_rank else None)
             return
         totals = self._totals
         totals[0] += 1
@@ -173,33 +202,49 @@ class SiteCounter:
             )
         return len(where)
 
-    def _count_on_device(self, packet: Packet, own: Sequence[Tensor], rank0: Sequence[Tensor] | None) -> None:
-        assert self._device_totals is not None, "prepare comes before the first call"
-        self._device_totals.add_(packet.scratch["counter"])
-        if rank0 is None or self._group_rank == 0:
+    def note_gap(self, packet: Packet, tensors: Sequence[Tensor], logits: Tensor) -> None:
+        """Keep how close the decision was, when this very call holds the site's first difference.
+
+        Args:
+            logits: float ``[B, V]``, ``[B, S, V]`` or ``[B * S, V]``; what this rank decided by.
+
+        Graph: capturable on device tensors; some launches per call, so it is for callers who ask for it.
+        """
+        if tensors[0].device.type != "cpu":
+            if (note := packet.scratch.get("gap")) is not None:
+                note.note(logits)
             return
-        mismatches = sum((bits(mine) != bits(theirs)).sum() for mine, theirs in zip(own, rank0, strict=True))
-        assert isinstance(mismatches, Tensor)
-        self._device_totals[3].add_(mismatches)
-        self._device_totals[4].add_(mismatches > 0)
+        first = self._first
+        if first is None or first.logit_gap is not None or first.call != self._totals[0]:
+            return
+        position = [spec.name for spec in self._site.tensors].index(first.tensor)
+        places = torch.arange(tensors[position].numel()).view(tensors[position].shape)
+        element = sum(tensor.numel() for tensor in tensors[:position]) + int(places[first.index])
+        requests = requests_of(self._site, [(tensor.shape, tensor.dtype) for tensor in tensors])
+        gap = float(smallest_gap(logits, max(requests) + 1, torch.tensor([requests[element]])))
+        self._first = replace(first, logit_gap=gap if gap < float("inf") else None)
 
     def stats(self) -> SiteStats:
         """Read the counters; on a device this waits for the stream."""
-        totals = self._totals
-        if self._device_totals is not None:
-            totals = [host + device for host, device in zip(totals, self._device_totals.tolist(), strict=True)]
+        totals, found = self._totals, [self._first]
+        if self._device is not None:
+            words, first = self._device.read()
+            totals = [here + there for here, there in zip(totals, words, strict=True)]
+            found.append(self._record(first, self._device))
         for counted in self._elsewhere:
             totals = [here + there for here, there in zip(totals, counted.totals(), strict=True)]
+            found.append(self._record(counted.first(), counted))
         calls, nbytes, compared, mismatches, mismatched_calls = totals
-        return SiteStats(self._mode, calls, nbytes, compared, mismatches, mismatched_calls, self._first_of_all())
+        earliest = min(filter(None, found), key=lambda divergence: divergence.step, default=None)
+        return SiteStats(self.mode, calls, nbytes, compared, mismatches, mismatched_calls, earliest)
 
-    def _first_of_all(self) -> FirstDivergence | None:
-        found = [] if self._first is None else [self._first]
-        for first in filter(None, (counted.first() for counted in self._elsewhere)):
-            step, call, position, index, own, rank0 = first
-            name = self._site.tensors[position].name
-            found.append(FirstDivergence(step, call, self._group_rank, name, index, own, rank0))
-        return min(found, key=lambda divergence: divergence.step, default=None)
+    def _record(self, first: First | None, source: object) -> FirstDivergence | None:
+        if first is None:
+            return None
+        step, call, position, index, own, rank0 = first
+        name = self._site.tensors[position].name
+        gap = next((gap for note in self._gaps.get(id(source), ()) if (gap := note.read()) is not None), None)
+        return FirstDivergence(step, call, self._group_rank, name, index, own, rank0, gap)
 
 
 def _readable(element: Tensor) -> Any:

@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from specsync_core.sync import SpecTpSync
 
 PointCall = Callable[..., Any]
-"""Takes a site's tensors; returns the one tensor, or all of them as a tuple."""
+"""Takes a site's tensors, and ``logits=`` if there are any; returns the one tensor, or all of them as a tuple."""
 
 
-def passthrough(*tensors: Tensor) -> Any:
+def passthrough(*tensors: Tensor, logits: Tensor | None = None) -> Any:
     """A point that does nothing: the site is off, or the group has one rank."""
     return tensors[0] if len(tensors) == 1 else tensors
 
@@ -52,24 +52,26 @@ class Point:
         self._counter = counter
         self._overwrites = owner.plan.mode(site.slug) == "sync"
         self._compares = owner.plan.counters or not self._overwrites
-        self._moves: dict[Signature, tuple[Move, str]] = {}
+        self._moves: dict[Signature, tuple[Move, str, Packet]] = {}
         """With the words for the place, for what peers are told."""
         self._frames: FramedTransport | None = None
         self._ragged: dict[Any, tuple[RaggedMove, str]] = {}
         self._fused: dict[tuple[Signature, bool], Any] = {}
 
-    def __call__(self, *tensors: Tensor) -> Any:
+    def __call__(self, *tensors: Tensor, logits: Tensor | None = None) -> Any:
         try:
-            move, place = self._known(tensors) or self._admit(tensors)
+            move, place, packet = self._known(tensors) or self._admit(tensors)
             if self._store is not None:
                 self._store.glance()
                 self._store.place = place
             move(tensors)
+            if logits is not None and self._compares:
+                self._counter.note_gap(packet, tensors, logits)
         except BaseException as error:
             self.give_up(error, tensors)
         return tensors[0] if len(tensors) == 1 else tensors
 
-    def _known(self, tensors: Sequence[Tensor]) -> tuple[Move, str] | None:
+    def _known(self, tensors: Sequence[Tensor]) -> tuple[Move, str, Packet] | None:
         try:
             return self._moves.get(signature_of(tensors))
         except AttributeError:  # not tensors: `_admit` says which
@@ -80,10 +82,10 @@ class Point:
         if isinstance(transport, CountingTransport):
             move, counted = transport.bind(packet, tensors, overwrite=self._overwrites, count=self._compares)
             transport.set_step(self._owner.step)
-            self._counter.add(counted)
+            self._counter.add(counted, packet)
             return move
         transport.prepare(packet, tensors)
-        self._counter.prepare(packet, tensors)
+        self._counter.prepare(packet, tensors, self._owner.clock)
         return partial(self._move, transport, packet)
 
     def _transport_for(self, device: torch.device) -> Transport:
@@ -104,7 +106,7 @@ class Point:
         if self._overwrites:
             copy_all_(tensors, rank0)
 
-    def _admit(self, tensors: Sequence[Any]) -> tuple[Move, str]:
+    def _admit(self, tensors: Sequence[Any]) -> tuple[Move, str, Packet]:
         """Check a signature that is new on this rank, together with the other ranks, and make its buffers."""
         label = describe(tensors)
         if (problem := self._problem(tensors)) is not None:
@@ -113,7 +115,7 @@ class Point:
         packet = Packet(self._site.slug, label, sum(tensor.nbytes for tensor in tensors))
         with torch.inference_mode(False):  # buffers outlive the caller's mode
             move = self._bind(packet, tensors)
-        known = self._moves[signature_of(tensors)] = move, f"{self._site} with {label}"
+        known = self._moves[signature_of(tensors)] = move, f"{self._site} with {label}", packet
         return known
 
     def _meet(self, label: str, device: torch.device) -> None:

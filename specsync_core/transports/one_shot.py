@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 
 from specsync_core.counters import Counted
+from specsync_core.device_counts import GapNote, requests_of
 from specsync_core.groups import Group
 from specsync_core.payload import Packet, dtype_name
+from specsync_core.registry import Site
 from specsync_core.transports import one_shot_protocol as protocol
 from specsync_core.transports.base import Move, copy_all_
 from specsync_core.transports.one_shot_channel import Channel, open_channel
@@ -199,6 +201,16 @@ class OneShotCounted(Counted):
         self._shapes = shapes
         self._stats = stats
         self._elements = sum(shape.numel() for shape, _ in shapes) if compares and rank else 0
+
+    def gap_note(self, site: Site) -> GapNote:
+        """Return what keeps the logit gap of the first differing lane."""
+        lanes: list[int] = []
+        requests = requests_of(site, self._shapes)
+        for shape, dtype in self._shapes:
+            nbytes = shape.numel() * dtype.itemsize
+            own, requests = requests[: shape.numel()], requests[shape.numel() :]
+            lanes += [own[lane * protocol.LANE_BYTES // dtype.itemsize] for lane in range(lanes_of(nbytes)) if own]
+        return GapNote(self._stats, protocol.CALLS, protocol.FIRST_CALL, protocol.FIRST_LANE, 1, lanes)
 
     def totals(self) -> tuple[int, int, int, int, int]:
         calls, mismatches, mismatched_calls = self._stats[:3].tolist()

@@ -55,7 +55,9 @@ def accept(
         generator: this rank's own; ranks may hold different states.
     """
     if selector_probs_BGV is None and sampling.all_greedy:
-        target_predict_BS = sync.sync("dflash-accept-greedy", target_logits_BSV.argmax(dim=-1))
+        target_predict_BS = sync.sync(
+            "dflash-accept-greedy", target_logits_BSV.argmax(dim=-1), logits=target_logits_BSV
+        )
         return _pair(decisions.greedy_chain(candidates_BS, target_predict_BS))
     verdict = decisions.rejection_chain(
         candidates_BS,
@@ -68,7 +70,7 @@ def accept(
         greedy = decisions.greedy_chain(candidates_BS, target_logits_BSV.argmax(dim=-1))
         verdict = greedy.where(sampling.greedy_B, verdict)
     site = "dflash-accept-sample" if selector_probs_BGV is None else "dflash-selector"
-    return BlockAccept(*sync.sync(site, *_pair(verdict)))
+    return BlockAccept(*sync.sync(site, *_pair(verdict), logits=target_logits_BSV))
 
 
 def simulate(

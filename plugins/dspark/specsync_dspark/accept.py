@@ -82,12 +82,12 @@ def accept(
     """
     if sampling.all_greedy:
         verdict = accept_greedy(candidates_BS, target_logits_BSV, verify_lens_B)
-        return decisions.ChainAccept(*sync.sync("dspark-accept-greedy", *verdict))
+        return decisions.ChainAccept(*sync.sync("dspark-accept-greedy", *verdict, logits=target_logits_BSV))
     verdict = accept_sampled(candidates_BS, target_logits_BSV, draft_logits_BGV, sampling, verify_lens_B, generator)
     if sampling.any_greedy:
         greedy = accept_greedy(candidates_BS, target_logits_BSV, verify_lens_B)
         verdict = greedy.where(sampling.greedy_B, verdict)
-    return decisions.ChainAccept(*sync.sync("dspark-accept-sample", *verdict))
+    return decisions.ChainAccept(*sync.sync("dspark-accept-sample", *verdict, logits=target_logits_BSV))
 
 
 def simulate(

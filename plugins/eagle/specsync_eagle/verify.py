@@ -51,9 +51,11 @@ def verify_tree(
         generator: this rank's own; ranks may hold different states.
     """
     if sampling.all_greedy:
-        return TreeVerdict(*sync.sync("eagle-verify-greedy", *greedy_verdict(tree, target_logits_BTV)))
+        return TreeVerdict(
+            *sync.sync("eagle-verify-greedy", *greedy_verdict(tree, target_logits_BTV), logits=target_logits_BTV)
+        )
     verdict = sampled_verdict(tree, target_logits_BTV, sampling, generator)
-    return TreeVerdict(*sync.sync("eagle-verify-sample", *verdict))
+    return TreeVerdict(*sync.sync("eagle-verify-sample", *verdict, logits=target_logits_BTV))
 
 
 def greedy_verdict(tree: Tree, target_logits_BTV: Tensor) -> TreeVerdict:

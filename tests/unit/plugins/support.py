@@ -24,7 +24,7 @@ class LoneSync:
     def slugs(self) -> list[str]:
         return [slug for slug, _ in self.calls]
 
-    def sync(self, slug: str, *tensors: Tensor):
+    def sync(self, slug: str, *tensors: Tensor, logits: Tensor | None = None):
         problem = find_problem(REGISTRY.site(slug), tensors)
         assert problem is None, f"{slug}: {problem}"
         if slug in self.overwrite:
