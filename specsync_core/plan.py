@@ -68,7 +68,7 @@ class Plan:
     plugins: tuple[PluginVersion, ...] = ()
     advice: tuple[str, ...] = field(default=(), repr=False)
     """What is odd about the policies in force, in words."""
-    control: Setting[str | None] = Setting(None, "default")
+    control: Setting[str | None] = field(default_factory=lambda: Setting(None, "default"))
     """Path of the socket over which sites are changed while the engine runs; None: they are not."""
     presets: Mapping[str, Policy] = field(default_factory=dict, repr=False)
     """The policy file's own, for policies that come while the engine runs."""
@@ -219,7 +219,7 @@ def resolve_plan(
         counting=sources.counting(policy_file, environment),
         plugins=tuple(PluginVersion(info.name, info.distribution, info.version) for info in active),
         advice=sources.advice(layers),
-        control=environment.control or Setting(None, "default"),
+        control=sources.control(environment),
         presets=sources.presets(registry, policy_file),
     )
 

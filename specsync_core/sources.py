@@ -205,6 +205,12 @@ def counting(policy_file: PolicyFile | None, environment: Environment) -> Settin
     return _strongest(Setting(True, "default"), stated, environment.counters)
 
 
+def control(environment: Environment) -> Setting[str | None]:
+    """Return the path of the control socket; None where control is off."""
+    stated = environment.control
+    return Setting(None, "default") if stated is None else Setting(stated.value, stated.origin)
+
+
 def _stated(policy_file: PolicyFile, value: T | None, *key: str) -> Setting[T] | None:
     return None if value is None else Setting(value, policy_file.origin(*key))
 

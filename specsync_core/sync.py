@@ -8,17 +8,21 @@ it once with all ranks, and hands the tensors to its transport.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
 from specsync_core.agreements import Agreements, Pending, settle_mapping
+from specsync_core.checks import StateCheck
 from specsync_core.collectives import GroupStore, store_of
 from specsync_core.consensus import Op
 from specsync_core.counters import SiteCounter, SiteStats
-from specsync_core.errors import PayloadError, RegistryError, SpecSyncError
+from specsync_core.device_counts import StepClock
+from specsync_core.errors import ControlError, PayloadError, RegistryError, SpecSyncError
 from specsync_core.facts import Facts
 from specsync_core.groups import Group, ParallelGroups, select_group
 from specsync_core.handshake import shake_hands
@@ -27,10 +31,15 @@ from specsync_core.memory import free_memory_gib
 from specsync_core.payload import declared
 from specsync_core.plan import Plan, resolve_plan
 from specsync_core.point import Point, PointCall, passthrough
+from specsync_core.policy import Mode
 from specsync_core.registry import Site
+from specsync_core.switching import Capture, Captures, Switch, in_force
 from specsync_core.transports import Choice, Transport, choose_transport
 from specsync_core.transports.base import CountingTransport
 from specsync_core.transports.one_shot_draw import draw_then, find_draw_problem
+
+if TYPE_CHECKING:
+    from specsync_core.control.live import LiveControl
 
 __all__ = ["PointCall", "SpecTpSync", "Tap"]
 
@@ -74,6 +83,10 @@ class SpecTpSync:
         self.plan = plan.with_dp_attention(groups.dp_attention)
         self.step = 0
         """The engine's step, for diagnostics; `next_step` counts it up."""
+        self.plan_generation = 0
+        """How often `change_modes` has replaced the plan."""
+        self.clock = StepClock()
+        """`step`, where captured graphs read it."""
         self.taps = tuple(taps)
         self._group = select_group(groups)
         self._store: GroupStore | None = None
@@ -90,27 +103,38 @@ class SpecTpSync:
             for slug, planned in self.plan.sites.items()
         }
         self._agreements = Agreements(self)
+        self._made: dict[tuple[str, Mode], Point] = {}
+        """By mode, so that a site that returns to a mode finds its buffers."""
         self._live: dict[str, Point] = {}
         """The points of the sites that are on, without taps."""
+        self._captures = Captures()
         self._points = {
             slug: self._bind(planned.site)
             for slug, planned in self.plan.sites.items()
             if planned.site.kind == "broadcast"
         }
+        self.control: LiveControl | None = None
+        """None unless the plan names a control socket, and then None with one rank."""
+        if self.plan.control.value is not None and handshake and groups.tp.world_size > 1:
+            self._points = {slug: Switch(slug, act, self._captures) for slug, act in self._points.items()}
+            self.control = _open_control(self)
 
     def enabled(self, site: Site | str | int) -> bool:
         """Whether a call at this site takes part in a collective: it is on, and its group has more than one rank."""
         site = self.plan.registry.site(site)
-        group = self._group if site.kind == "broadcast" else self.groups.tp
+        group = self.groups.tp if site.kind == "consensus" else self._group
         return self.plan.mode(site.slug) != "off" and group.world_size > 1
 
-    def sync(self, site: Site | str | int, *tensors: Tensor) -> Any:
+    def sync(self, site: Site | str | int, *tensors: Tensor, logits: Tensor | None = None) -> Any:
         """Overwrite ``tensors`` on every rank with the values that group rank 0 holds, and return them.
 
         Args:
             site: a `Site`, slug or number of kind broadcast.
             tensors: the site's declared tensors in order, of the same shapes and dtypes on every rank; any
                 strides, as long as elements do not share memory. Written in place.
+            logits: what this rank decided by, float ``[B, V]``, ``[B, S, V]`` or ``[B * S, V]``. The first divergence
+                then tells how close the decision was (``logit_gap``). Never sent. Free on host tensors; on a device
+                some launches per call.
 
         Returns:
             The same tensor for one, the tuple of the same tensors for several. In ``audit`` mode they keep
@@ -124,7 +148,7 @@ class SpecTpSync:
         Graph: capturable where the transport is, once the same shapes were seen eagerly; no allocation,
         no host read, no value-dependent branch.
         """
-        return self.point(site)(*tensors)
+        return self.point(site)(*tensors, logits=logits)
 
     def point(self, site: Site | str | int) -> PointCall:
         """Return `sync` bound to one site, for hot loops: call it with the tensors.
@@ -158,7 +182,7 @@ class SpecTpSync:
 
         Graph: as `sync`: capturable once the same shapes were seen eagerly.
         """
-        point = self.point(site)
+        point = in_force(self.point(site))
         if (problem := find_draw_problem(scores_BV, noise_BV)) is not None:
             raise PayloadError(f"{self.plan.registry.site(site)}: {problem}.")
         contiguous = scores_BV.is_contiguous() and (noise_BV is None or noise_BV.is_contiguous())
@@ -221,19 +245,23 @@ class SpecTpSync:
         if site.slug not in self._points:
             raise RegistryError(
                 f"{site} is of kind {site.kind}; sync takes broadcast sites."
-                + (" Use available_memory_gb or agree." if site.kind == "consensus" else "")
+                + (" Use available_memory_gb or agree." if site.kind == "consensus" else " Use check.")
             )
         return self._points[site.slug]
 
     def _bind(self, site: Site) -> PointCall:
+        self._live.pop(site.slug, None)
+        call: PointCall = passthrough
         if self.enabled(site):
-            transport = self._transport(self.plan[site.slug].transport.value)
-            point = Point(self, site, self._group, self._store, transport, self._counters[site.slug])
-            call: PointCall = point
-            self._live[site.slug] = point
-        else:
-            call = passthrough
+            call = self._live[site.slug] = self._point_of(site)
         return _tapped(self, site, call, self.taps) if self.taps else call
+
+    def _point_of(self, site: Site) -> Point:
+        key = site.slug, self.plan.mode(site.slug)
+        if key not in self._made:
+            transport = self._transport(self.plan[site.slug].transport.value)
+            self._made[key] = Point(self, site, self._group, self._store, transport, self._counters[site.slug])
+        return self._made[key]
 
     def _transport(self, requested: str) -> Transport:
         if requested not in self.transports:
@@ -318,6 +346,29 @@ class SpecTpSync:
         wanted = self._agreements.want(site, "root", compute, leads=True)
         return self._agreements.settle([wanted], group)[0]
 
+    def check(self, site: Site | str | int, value: Any, *, group: Group | None = None) -> StateCheck:
+        """Compare derived state between ranks: sequence lengths, request ids, a graph's key. Changes nothing.
+
+        One small gather over the CPU group, so ask for it every so many steps; all ranks ask together.
+
+        Args:
+            site: of kind check, e.g. ``state-seq-lens``.
+            value: numbers, strings, tensors, or lists and dicts of those. A tensor on a device is read on the host.
+            group: the ranks that should hold the same; None is the group of broadcasts.
+
+        Returns:
+            The finding, the same on every rank: false when ranks differ, with the odd ones out. Who acts on it acts
+            alike everywhere: ``if not (found := sync.check(...)): raise RuntimeError(found.text)``.
+
+        Raises:
+            RegistryError: there is no such site, or it is not of kind check.
+            PayloadError: on every rank, when one rank's value cannot be compared.
+            TransportError: the ranks' calls do not match, or a peer failed.
+
+        Graph: host only; never inside capture.
+        """
+        return self._agreements.check(site, value, self._group if group is None else group)
+
     def _agree(self, key: Site | str | int, op: Op, chosen: Group | None, compute: Callable[[], Any]) -> Any:
         return self._agreements.settle([self._agreements.want(key, op, compute)], chosen)[0]
 
@@ -326,20 +377,86 @@ class SpecTpSync:
         self._counters[site.slug].count_value(own, agreed, self.step)
 
     def next_step(self) -> None:
-        """Say that the engine begins its next step."""
+        """Say that the engine begins its next step; never inside capture. Where live control is on, sites change here.
+
+        Raises:
+            TransportError: only while a change of sites is agreed on, when a rank does not answer in time.
+        """
         self.step += 1
+        self.clock.set(self.step)
+        if self.control is not None:
+            self.control.begin_step(self.step)
         for choice in self.transports.values():
             if isinstance(choice.transport, CountingTransport):
                 choice.transport.set_step(self.step)
 
-    def stats(self) -> Mapping[str, SiteStats]:
-        """Return what this rank counted, per slug. Waits for the device where counters live there."""
-        return {slug: counter.stats() for slug, counter in self._counters.items()}
+    def change_modes(self, modes: Mapping[str, Mode], origin: str) -> None:
+        """Replace the plan by one with other modes; `LiveControl` does so on all ranks at the same step.
+
+        Args:
+            modes: by slug, of broadcast and check sites; points that were handed out follow.
+            origin: what the sites' modes then come from.
+
+        Raises:
+            ControlError: live control is off, so that points cannot follow.
+        """
+        if self.control is None:
+            raise ControlError("sites can change only where live control is on. Start with SPECSYNC_CONTROL=PATH.")
+        self.plan = self.plan.with_modes(modes, origin)
+        self.plan_generation += 1
+        for slug, mode in modes.items():
+            self._counters[slug].mode = mode
+            point = self._points.get(slug)
+            if isinstance(point, Switch):
+                point.now = self._bind(self.plan[slug].site)
+
+    @contextmanager
+    def capturing(self) -> Iterator[Capture]:
+        """Capture a graph inside, and check what this yields before each replay: the plan may have changed.
+
+        with sync.capturing() as capture, torch.cuda.graph(graph):
+            step()
+        ...
+        capture.check()  # or, where `capture.is_current` is False, capture again
+        graph.replay()
+
+        While live control is on, a site that is captured without this keeps every later change from being made.
+        """
+        with self._captures.known():
+            yield Capture(self)
+
+    @property
+    def foreign_captures(self) -> Sequence[str]:
+        """Slugs of sites in graphs that do not check the plan; seen only while live control is on."""
+        return tuple(self._captures.foreign)
+
+    def reachable(self, site: Site | str | int) -> bool:
+        """Whether a call at this site takes part in a collective now, or may after a change of sites."""
+        site = self.plan.registry.site(site)
+        may_change = self.control is not None and site.kind != "consensus" and self._group.world_size > 1
+        return may_change or self.enabled(site)
+
+    def stats(self, *, wait: bool = True) -> Mapping[str, SiteStats]:
+        """Return what this rank counted, per slug; `specsync_core.counters.summary` says it in a line.
+
+        Args:
+            wait: wait for the device where counters live there. False reads them beside the engine's stream, as they
+                are at this moment: also while a collective on that stream hangs.
+        """
+        with nullcontext() if wait else _beside_the_stream():
+            return {slug: counter.stats() for slug, counter in self._counters.items()}
+
+
+def _beside_the_stream() -> AbstractContextManager[Any]:
+    if not torch.cuda.is_available() or not torch.cuda.is_initialized():
+        return nullcontext()
+    return torch.cuda.stream(torch.cuda.Stream())  # type: ignore[no-untyped-call]
 
 
 def _tapped(owner: SpecTpSync, site: Site, inner: PointCall, taps: Sequence[Tap]) -> PointCall:
-    def call(*tensors: Tensor) -> Any:
-        return _between(owner, site, inner, taps, tensors, inner)
+    def call(*tensors: Tensor, logits: Tensor | None = None) -> Any:
+        act = inner if logits is None else partial(inner, logits=logits)
+        return _between(owner, site, inner, taps, tensors, act)
 
     return call
 
@@ -364,6 +481,12 @@ def _between(
             point.give_up(error, tensors)
         raise
     return result
+
+
+def _open_control(sync: SpecTpSync) -> LiveControl:
+    from specsync_core.control.live import LiveControl  # only where it is asked for
+
+    return LiveControl(sync, store_of(sync.groups.tp.cpu_group))
 
 
 def _plan_of_the_environment(groups: ParallelGroups, handshake: bool) -> Plan:
