@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from specsync_core.checks import StateCheck, compare_state, digest_of, numbers_of
 from specsync_core.consensus import Ask, Op, agree_together
 from specsync_core.errors import RegistryError
 from specsync_core.groups import Group, consensus_group
@@ -15,6 +17,8 @@ from specsync_core.registry import Site
 
 if TYPE_CHECKING:
     from specsync_core.sync import SpecTpSync
+
+logger = logging.getLogger("specsync")
 
 
 @dataclass
@@ -34,6 +38,8 @@ class Agreements:
     def __init__(self, owner: SpecTpSync) -> None:
         self._owner = owner
         self._calls: dict[str, int] = {}
+        self._warned: set[str] = set()
+        """Check sites of which a difference was logged."""
 
     def want(self, key: Site | str | int, op: Op, compute: Callable[[], Any], *, leads: bool = False) -> Wanted:
         """Raises RegistryError when there is no such site, or it is not of kind consensus."""
@@ -54,9 +60,48 @@ class Agreements:
             self._keep(one, *next(agreed)) if meet else one.compute() for one, meet in zip(wanted, meets, strict=True)
         ]
 
+    def check(self, key: Site | str | int, value: Any, group: Group) -> StateCheck:
+        """`SpecTpSync.check`, over the group that is to be compared."""
+        owner = self._owner
+        site = owner.plan.registry.site(key)
+        if site.kind != "check":
+            raise RegistryError(f"{site} is of kind {site.kind}; check takes check sites, such as state-seq-lens.")
+        if group.world_size == 1 or owner.plan.mode(site.slug) == "off":
+            return StateCheck(site.slug, owner.step, 0)
+        call = self._number(site.slug)
+        if owner.taps:
+            value = self._show_state(site, value)
+        found = compare_state(group.cpu_group, site.slug, owner.step, call, value)
+        self._count_state(site, found, group.rank_in_group)
+        return found
+
+    def _show_state(self, site: Site, value: Any) -> Any:
+        """Show a copy of the value to the taps, which may change it; what is not numbers is shown as its hash."""
+        shown = numbers_of(value)
+        hashed = shown is None
+        if shown is None:
+            shown = torch.tensor([int(digest_of(value)[:15], 16)])
+        for tap in self._owner.taps:
+            tap.before(site, (shown,), self._owner.step)
+        for tap in self._owner.taps:
+            tap.after(site, (shown,), self._owner.step)
+        return value if hashed else shown
+
+    def _count_state(self, site: Site, found: StateCheck, rank: int) -> None:
+        held = found.values or {}
+        right = next((theirs for other, theirs in held.items() if other not in found.odd_ranks), None)
+        self._owner.count_value(site, held[rank] if rank in found.odd_ranks else right, right)
+        if not found and rank == 0 and site.slug not in self._warned:
+            self._warned.add(site.slug)
+            logger.warning("%s", found.text)
+
+    def _number(self, slug: str) -> int:
+        call = self._calls[slug] = self._calls.get(slug, 0) + 1
+        return call
+
     def _ask(self, one: Wanted) -> Ask:
         slug = one.site.slug
-        call = self._calls[slug] = self._calls.get(slug, 0) + 1
+        call = self._number(slug)
         # In audit the others compute too: there is nothing to compare otherwise, and they keep their own values.
         leads = one.leads and self._owner.plan.mode(slug) == "sync"
         return Ask(slug, call, one.op, lambda: self._show_own(one), leads)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 from specsync_core.collectives import gather_bytes, store_of
 from specsync_core.errors import PayloadError, TransportError
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 Op = Literal["min", "max", "all", "any", "root"]
+Proposal: TypeAlias = dict[str, Any]
+"""What one rank brings: where it is (``at``), and its ``value`` or an ``error``."""
 
 FRAME_BYTES = 512
 """Size of the first gather; a longer value travels in a second one of an agreed size."""
@@ -37,9 +39,13 @@ class Ask:
     """Gives this rank's number, flag, string, None, or list of those."""
     leads: bool = False
     """Only group rank 0 computes."""
+    act: str = ""
+    """What is done with the values, where it is no agreement."""
 
     @property
     def place(self) -> str:
+        if self.act:
+            return f"call {self.call} of {self.slug}, {self.act}"
         return f"call {self.call} of {self.slug}, {'led by group rank 0' if self.leads else f'op {self.op}'}"
 
 
@@ -61,6 +67,28 @@ def agree_together(cpu_group: dist.ProcessGroup, asks: Sequence[Ask]) -> list[tu
         PayloadError: on every rank, when one rank's value cannot be computed or does not fit its op.
         TransportError: the ranks' calls do not match, a peer gave up, or the collective failed.
     """
+    own, proposals = _bring(cpu_group, asks)
+    agreed = [_reduce(ask.op, [each[index].get("value") for each in proposals]) for index, ask in enumerate(asks)]
+    return [
+        (value if ask.leads else proposal["value"], value)
+        for ask, proposal, value in zip(asks, own, agreed, strict=True)
+    ]
+
+
+def gather_values(
+    cpu_group: dist.ProcessGroup, slug: str, call: int, act: str, compute: Callable[[], Any]
+) -> list[Any]:
+    """Return every rank's value, by group rank; raises as `agree_together`.
+
+    Args:
+        act: what is done with them; the ranks' acts must match.
+    """
+    _, proposals = _bring(cpu_group, [Ask(slug, call, "root", compute, act=act)])
+    return [each[0]["value"] for each in proposals]
+
+
+def _bring(cpu_group: dist.ProcessGroup, asks: Sequence[Ask]) -> tuple[list[Proposal], list[list[Proposal]]]:
+    """Bring what every rank proposes to every rank: this rank's own, and all of them by group rank."""
     store = store_of(cpu_group)
     slugs = ", ".join(ask.slug for ask in asks)
     causes: list[Exception] = []
@@ -82,15 +110,11 @@ def agree_together(cpu_group: dist.ProcessGroup, asks: Sequence[Ask]) -> list[tu
     ]
     if errors:
         raise PayloadError("\n".join(errors)) from (causes[0] if causes else None)
-    agreed = [_reduce(ask.op, [each[index].get("value") for each in proposals]) for index, ask in enumerate(asks)]
-    return [
-        (value if ask.leads else proposal["value"], value)
-        for ask, proposal, value in zip(asks, own, agreed, strict=True)
-    ]
+    return own, proposals
 
 
-def _propose(ask: Ask, rank: int, causes: list[Exception]) -> dict[str, Any]:
-    proposal: dict[str, Any] = {"at": ask.place}
+def _propose(ask: Ask, rank: int, causes: list[Exception]) -> Proposal:
+    proposal: Proposal = {"at": ask.place}
     if ask.leads and rank:
         return proposal
     try:

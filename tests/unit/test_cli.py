@@ -109,7 +109,7 @@ def test_sites_of_an_unknown_algorithm(run: Run) -> None:
     assert run("sites", "--algorithm", "dsprak") == (
         2,
         "",
-        "specsync: unknown algorithm 'dsprak' (did you mean 'dspark'?). Known: dflash, dspark, eagle, vllm.\n",
+        "specsync: unknown algorithm 'dsprak' (did you mean 'dspark'?). Known: dflash, dspark, eagle, state, vllm.\n",
     )
 
 

@@ -30,7 +30,7 @@ LAYERS = (
         "transports",
         "ragged",
     },
-    {"handshake", "consensus", "agreements", "memory", "point", "switching", "control", "sync", "decisions", "replay"},
+    {"handshake", "consensus", "checks", "agreements", "memory", "point", "switching", "control", "sync", "decisions", "replay"},
     {"diagnostics"},
     {"engines"},
     {"demo", "cli", "testing", "bench"},

@@ -125,7 +125,7 @@ def test_third_party_sites_join_presets_by_attribute(tmp_path: Path) -> None:
     assert registry.site(1001) not in registry.preset_sites("rng")
     assert registry.site(1001) in registry.preset_sites("all")
     assert registry.sources["other-accept"] == "other-dist"
-    assert registry.algorithms == ("dflash", "dspark", "eagle", "other", "vllm")
+    assert registry.algorithms == ("dflash", "dspark", "eagle", "other", "state", "vllm")
 
 
 def test_the_order_of_files_does_not_matter(tmp_path: Path) -> None:
