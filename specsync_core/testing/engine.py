@@ -182,9 +182,7 @@ def _copied(**tensors: Tensor | None) -> dict[str, Tensor]:
 
 
 def _shown_draft(draft: Draft) -> dict[str, Tensor]:
-    return _copied(
-        tokens_BW=draft.tokens_BW, parents_BW=draft.parents_BW, verify_lens_B=draft.verify_lens_B
-    )
+    return _copied(tokens_BW=draft.tokens_BW, parents_BW=draft.parents_BW, verify_lens_B=draft.verify_lens_B)
 
 
 def _shown_verdict(verdict: Verdict) -> dict[str, Tensor]:

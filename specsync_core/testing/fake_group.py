@@ -45,7 +45,9 @@ class Meeting:
                 self._turn += 1
                 self._condition.notify_all()
             elif not self._condition.wait_for(lambda: self._turn > turn or bool(self._away), self._timeout_s):
-                raise TransportError(f"{what}: group rank {rank} waited {self._timeout_s:g} s, and the others did not come")
+                raise TransportError(
+                    f"{what}: group rank {rank} waited {self._timeout_s:g} s, and the others did not come"
+                )
             if self._turn == turn:
                 why = "; ".join(f"group rank {other} {reason}" for other, reason in self._away.items())
                 raise TransportError(f"{what}: group rank {rank} waits, but {why}")

@@ -1,0 +1,261 @@
+"""`plugin_conformance`: does a plugin keep the rules, shown by making one rank differ at every site.
+
+The algorithm runs on a `FakeEngine`, on ranks that are alike, then on ranks of which one differs in its draft's
+logits, its target's, its generator; then with one rank's values changed before each site call. In all of them every
+rank must return the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import entry_points
+
+from specsync_core.algorithm import Algorithm
+from specsync_core.errors import SpecSyncError, did_you_mean
+from specsync_core.facts import Facts
+from specsync_core.manager import GROUP, PluginManager, load_registry
+from specsync_core.plan import Plan, resolve_plan
+from specsync_core.policy import parse_policy
+from specsync_core.policy_file import PolicyFile, PolicyTables
+from specsync_core.registry import Registry
+from specsync_core.registry_files import BUILTIN_SOURCE
+from specsync_core.testing import rules
+from specsync_core.testing.engine import NOISE, Scenario, Skew
+from specsync_core.testing.points import PLATFORMS, point_problems, points_by_engine
+from specsync_core.testing.rules import Violation
+from specsync_core.testing.trial import Record, RunTrial, Trial, on_fake_ranks
+from specsync_core.testing.watch import Change
+
+NAME = "plugin-under-test"
+GREEDY, SAMPLED, MIXED = (0.0,) * 6, (0.9,) * 6, (0.0, 0.9) * 3
+SCENARIOS = (
+    *(Scenario(temperatures, folded) for folded in (False, True) for temperatures in (GREEDY, SAMPLED, MIXED)),
+    *(Scenario(temperatures, simulated_accept_len=1.5) for temperatures in (GREEDY, SAMPLED)),
+)
+SKEWS = {
+    "other draft logits on group rank 1": Skew(draft=NOISE),
+    "other target logits on group rank 1": Skew(target=NOISE),
+    "another generator on group rank 1": Skew(generator=1),
+}
+CALLS_PER_SITE = 2
+"""How many calls of a site are changed in each scenario: its first ones."""
+
+
+class ConformanceError(AssertionError):
+    """A plugin breaks a rule; the message has a line for each rule and site."""
+
+
+@dataclass
+class Report:
+    """What was seen of a plugin."""
+
+    declared: tuple[str, ...]
+    """The sites that it has to synchronise."""
+    calls: dict[str, int] = field(default_factory=dict)
+    """By site: calls of the algorithm on one rank, in the scenarios without a difference."""
+    captured: set[str] = field(default_factory=set)
+    """Sites that were called in a captured function."""
+    changed: dict[str, int] = field(default_factory=dict)
+    """By site: trials in which its values were changed on a rank."""
+    points: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """By site: the engines' functions where it is synchronised."""
+    trials: int = 0
+    violations: list[Violation] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        lines = [f"{len(self.declared)} sites, {self.trials} trials"]
+        for slug in self.declared:
+            points = len(self.points.get(slug, ()))
+            captured = ", captured" if slug in self.captured else ""
+            lines.append(
+                f"  {slug}: {self.calls.get(slug, 0)} calls{captured}, changed in {self.changed.get(slug, 0)} trials,"
+                f" {points} broadcast points"
+            )
+        return "\n".join(lines)
+
+
+def plugin_conformance(plugin: object, *, world_size: int = 2) -> Report:
+    """Hold a plugin to the rules (`specsync_core.testing.rules.RULES`).
+
+    Args:
+        plugin: a module or object with hooks, or the name of an installed plugin's entry point.
+        world_size: ranks; group rank 1 is the one that is made to differ.
+
+    Raises:
+        ConformanceError: it breaks a rule; a line for each, with the site.
+        PluginError, RegistryError: it cannot be loaded at all.
+    """
+    manager, registry = _load(plugin)
+    report = Report(_declared(manager, registry))
+    algorithms = manager.algorithms()
+    report.violations += _policies(manager, registry)
+    report.violations += _points(manager, registry, report)
+    for algorithm in algorithms.values():
+        examine(algorithm, registry, report, on_fake_ranks(algorithm, full_plan(registry, manager), world_size))
+    report.violations += _uncovered(report)
+    if report.violations:
+        lines = dict.fromkeys(map(str, report.violations))
+        raise ConformanceError("the plugin breaks a rule:\n  " + "\n  ".join(lines))
+    return report
+
+
+def _load(plugin: object) -> tuple[PluginManager, Registry]:
+    manager = PluginManager()
+    distribution = "this process"
+    if isinstance(plugin, str):
+        found = {point.name: point for point in entry_points(group=GROUP)}
+        if plugin not in found:
+            raise ConformanceError(
+                f"no plugin '{plugin}' is installed{did_you_mean(plugin, found)}."
+                f" Installed: {', '.join(sorted(found))}."
+            )
+        point = found[plugin]
+        distribution = point.dist.metadata["Name"] if point.dist else distribution
+        plugin = point.load()
+    manager.register(plugin, NAME, distribution)
+    return manager, load_registry(manager)
+
+
+def _declared(manager: PluginManager, registry: Registry) -> tuple[str, ...]:
+    """The plugin's own sites; of a built-in plugin, which brings no registry, those of its algorithm."""
+    algorithms = manager.algorithms()
+    return tuple(
+        site.slug
+        for site in registry.sites
+        if registry.sources[site.slug] != BUILTIN_SOURCE or site.algorithm in algorithms
+    )
+
+
+def full_plan(registry: Registry, manager: PluginManager) -> Plan:
+    """Every site on, over the transport that works on any group; nothing is read from the environment."""
+    environ = {"SPECSYNC_SITES": "all", "SPECSYNC_TRANSPORT": "group", "SPECSYNC_COUNTERS": "off"}
+    return resolve_plan(registry, environ, PolicyFile("", PolicyTables(), {}), Facts(dp_attention=False), manager)
+
+
+def _policies(manager: PluginManager, registry: Registry) -> Iterator[Violation]:
+    for platform in PLATFORMS:
+        for info, text in manager.policies(Facts(platform=platform, model="any/model")):
+            try:
+                parse_policy(text, registry, f"on {platform}")
+            except SpecSyncError as error:
+                yield Violation("policy", "-", f"{info.entry_point}: {error}")
+
+
+def _points(manager: PluginManager, registry: Registry, report: Report) -> Iterator[Violation]:
+    for facts, point in points_by_engine(manager):
+        for slug in point.sites:
+            report.points[slug] = tuple(dict.fromkeys((*report.points.get(slug, ()), point.target)))
+        yield from (Violation("points", *problem) for problem in point_problems(point, facts.engine, registry))
+
+
+def _uncovered(report: Report) -> Iterator[Violation]:
+    for slug in report.declared:
+        if slug not in report.calls and slug not in report.points:
+            yield Violation("covered", slug, "it is declared, and nothing synchronises it")
+
+
+def examine(
+    algorithm: Algorithm,
+    registry: Registry,
+    report: Report,
+    run: RunTrial,
+    scenarios: Sequence[Scenario] = SCENARIOS,
+) -> None:
+    """Run every trial of an algorithm, and add what was seen to the report."""
+    examination = _Examination(registry, report, run)
+    for scenario in scenarios:
+        examination.scenario(scenario)
+    examination.conclude()
+
+
+class _Examination:
+    """Goes through the scenarios; what only all of them together show is judged in the end."""
+
+    def __init__(self, registry: Registry, report: Report, run: RunTrial) -> None:
+        self._registry = registry
+        self._report = report
+        self._run = run
+        self._obeyed: dict[str, bool] = {}
+        """By site: whether changing group rank 0's values ever changed the outcome."""
+        self._pairs: dict[tuple[str, str], list[bool]] = {}
+        """By two sites that follow each other: whether the second brought what the first had agreed on."""
+
+    def scenario(self, scenario: Scenario) -> None:
+        base = self._trial(Trial(scenario, captures=True))
+        problems = [
+            *rules.failures(base, self._registry),
+            *rules.held_contracts(base),
+            *rules.captured_where_allowed(base, self._registry),
+            *rules.agreed_results(base, "ranks that are alike"),
+        ]
+        if self._note(problems, scenario):
+            return
+        self._see(base[0])
+        for words, skew in SKEWS.items():
+            records = self._trial(Trial(scenario, skew))
+            if not self._note(rules.failures(records, self._registry), scenario):
+                self._note(rules.agreed_results(records, words), scenario)
+            for first, second, again in rules.repeats(records[-1]):
+                self._pairs.setdefault((first, second), []).append(again)
+        self._change_every_site(scenario, base[0])
+
+    def _see(self, record: Record) -> None:
+        for call in record.calls:
+            self._report.calls[call.slug] = self._report.calls.get(call.slug, 0) + 1
+            if call.in_capture:
+                self._report.captured.add(call.slug)
+
+    def _change_every_site(self, scenario: Scenario, base: Record) -> None:
+        seen: dict[str, int] = {}
+        for index, call in enumerate(base.calls):
+            seen[call.slug] = seen.get(call.slug, 0) + 1
+            if seen[call.slug] > CALLS_PER_SITE or (call.in_capture and not call.own):
+                continue
+            self._report.changed[call.slug] = self._report.changed.get(call.slug, 0) + 1
+            change = Change(1, index, "wrong")
+            records = self._trial(Trial(scenario, change=change))
+            if not self._note(self._blaming(records, call.slug), scenario):
+                self._note(rules.healed(records, base, call, change), scenario)
+            records = self._trial(Trial(scenario, change=Change(0, index, "moved")))
+            follows = not any(record.error for record in records) and not rules.same_outcome(records[0], base)
+            self._obeyed[call.slug] = self._obeyed.get(call.slug, False) or follows
+            cause = f"group rank 0 made to decide otherwise in {call.name}"
+            self._note(rules.agreed_results(records, cause, call.slug), scenario)
+
+    def _blaming(self, records: Sequence[Record], slug: str) -> Iterator[Violation]:
+        for violation in rules.failures(records, self._registry):
+            yield Violation("derived", slug, f"with group rank 1 made wrong before it, {violation.detail}")
+
+    def _trial(self, trial: Trial) -> list[Record]:
+        self._report.trials += 1
+        return self._run(trial)
+
+    def _note(self, problems: Iterator[Violation] | Sequence[Violation], scenario: Scenario) -> bool:
+        """Keep the first violation of each rule at each site; return whether there was any."""
+        found = list(problems)
+        for violation in found:
+            known = {(other.rule, other.site) for other in self._report.violations}
+            if (violation.rule, violation.site) not in known:
+                words = f"{violation.detail} ({scenario})"
+                self._report.violations.append(violation._replace(detail=words))
+        return bool(found)
+
+    def conclude(self) -> None:
+        """Judge what needs all scenarios."""
+        for slug, obeyed in self._obeyed.items():
+            if not obeyed and not any(violation.site == slug for violation in self._report.violations):
+                words = "other values of group rank 0 change nothing: its own values, or none, are used behind it"
+                self._report.violations.append(Violation("obeyed", slug, words))
+        for (first, second), again in self._pairs.items():
+            if all(again):
+                words = f"every call brings what {first} has just agreed on"
+                self._report.violations.append(Violation("once", second, words))
+
+
+def scenarios_of(*names: str) -> tuple[Scenario, ...]:
+    """Return the scenarios with these names, e.g. ``greedy, folded``; all for none."""
+    return tuple(scenario for scenario in SCENARIOS if not names or str(scenario) in names)
+
+
+__all__ = ["ConformanceError", "Report", "Violation", "examine", "full_plan", "plugin_conformance", "scenarios_of"]
