@@ -10,7 +10,7 @@ from typer.core import TyperGroup
 
 import specsync_core
 
-COMMANDS = ("sites", "plan", "plugins", "check", "demo", "bench", "engines", "doctor")
+COMMANDS = ("sites", "plan", "plugins", "check", "demo", "bench", "engines", "doctor", "ctl")
 """Each is the function of that name in the module of that name beside this one."""
 
 

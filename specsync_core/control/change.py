@@ -60,7 +60,7 @@ def some_sites(words: str, mode: str, plan: Plan, fixed: Mapping[str, str]) -> C
     if known is None:
         raise ControlError(f"unknown mode {mode[:40]!r}{did_you_mean(mode, MODES)}. Modes: {', '.join(MODES)}.")
     named = _parse(words, plan)
-    return _change(dict.fromkeys(named, known), words, plan, fixed)
+    return _change({slug: known for slug in plan.sites if slug in named}, words, plan, fixed)
 
 
 def _parse(text: str, plan: Plan) -> Policy:

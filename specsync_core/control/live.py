@@ -17,6 +17,7 @@ from specsync_core.control.pledges import Pledges, Proposal
 from specsync_core.control.protocol import Request
 from specsync_core.control.reports import Reports
 from specsync_core.errors import ControlError, PlanMismatchError
+from specsync_core.policy import normalise
 
 if TYPE_CHECKING:
     from specsync_core.plan import Plan
@@ -50,7 +51,7 @@ class LiveControl:
         self._changing = threading.Lock()
         self._reporting = threading.Lock()
         self.history: deque[dict[str, Any]] = deque(maxlen=HISTORY)
-        """The last changes, the newest last: ``step``, ``digest``, ``generation``, ``modes``."""
+        """The last changes, the newest last: ``step``, ``digest``, ``generation``, ``modes``, and the ``request``."""
         number = _created[store] = _created.get(store, 0) + 1
         topic = f"control-{number}"
         timeout_s = sync.plan.timeout_s
@@ -117,10 +118,12 @@ class LiveControl:
         if refusal is not None:
             raise PlanMismatchError(f"group rank {self._rank} could not follow the change at step {step}: {refusal}")
         made: dict[str, Any] = {"step": step, "digest": sync.plan.digest, "generation": sync.plan_generation}
-        self.history.append({**made, "modes": modes})
+        self.history.append({**made, "modes": modes, "request": proposal.request})
         if self._rank == 0:
-            changes = ", ".join(f"{slug} {mode}" for slug, mode in modes.items())
-            logger.warning("sites changed at step %d by %s: %s (plan %s).", step, ORIGIN, changes, made["digest"][:12])
+            logger.warning(
+                "sites changed by %s at step %d: %s (%d sites, plan %s).",
+                *(ORIGIN, step, proposal.request, len(modes), sync.plan.digest[:12]),
+            )
         return made
 
     def _report(self) -> dict[str, Any]:
@@ -133,9 +136,10 @@ class LiveControl:
             return self._status()
         if request.command == "stats":
             return self._stats(request.wait_s)
+        plan = self._sync.plan
         if request.command == "sites":
-            return self._change(whole_policy(request.policy, self._sync.plan, self._fixed), request.wait_s)
-        return self._change(some_sites(request.policy, request.mode, self._sync.plan, self._fixed), request.wait_s)
+            return self._change(request, plan, whole_policy(request.policy, plan, self._fixed))
+        return self._change(request, plan, some_sites(request.policy, request.mode, plan, self._fixed))
 
     def _status(self) -> dict[str, Any]:
         plan = self._sync.plan
@@ -162,8 +166,7 @@ class LiveControl:
             self._reporting.release()
         return {"step": self._sync.step, "group_ranks": {str(rank): report for rank, report in enumerate(reports)}}
 
-    def _change(self, change: Change, wait_s: float) -> dict[str, Any]:
-        before = self._sync.plan
+    def _change(self, request: Request, before: Plan, change: Change) -> dict[str, Any]:
         answer = {"kept": dict(change.kept), "changes": _shown(change, before), "was": before.digest}
         if not change.modes:
             return {**answer, "applied": None, "digest": before.digest, "generation": self._sync.plan_generation}
@@ -173,7 +176,7 @@ class LiveControl:
             if self._sync.plan is not before:
                 raise ControlError("the plan has just changed. Look at `specsync ctl status`, and try again.")
             digest = before.with_modes(change.modes, ORIGIN).digest
-            made = self._pledges.propose(change.modes, digest, wait_s)
+            made = self._pledges.propose(change.modes, digest, _written(request), request.wait_s)
         finally:
             self._changing.release()
         if isinstance(made, int):
@@ -181,6 +184,11 @@ class LiveControl:
         if len({(each["step"], each["digest"]) for each in made}) > 1:
             raise ControlError(f"the ranks did not change alike: {made}. End the engine's processes.")
         return {**answer, "applied": made[0]["step"], "group_ranks": len(made), **made[0]}
+
+
+def _written(request: Request) -> str:
+    """The request as it was typed, in one line without control characters."""
+    return " ".join(filter(None, (request.command, normalise(request.policy), request.mode.strip().lower())))
 
 
 def _shown(change: Change, before: Plan) -> dict[str, list[str]]:

@@ -37,6 +37,8 @@ class Proposal:
     modes: Mapping[str, str]
     digest: str
     """Of the plan that it leads to."""
+    request: str
+    """What the operator asked for, for logs."""
 
 
 class Pledges:
@@ -165,7 +167,7 @@ class Pledges:
 
     # --- group rank 0's listener ----------------------------------------------------------------------
 
-    def propose(self, modes: Mapping[str, str], digest: str, wait_s: float) -> list[Any] | int:
+    def propose(self, modes: Mapping[str, str], digest: str, request: str, wait_s: float) -> list[Any] | int:
         """Propose a change, and follow it to its end.
 
         Returns:
@@ -180,7 +182,7 @@ class Pledges:
             raise ControlError("another change is under way, or waits for the engine's next step. Try again later.")
         number = self._handled + 1
         self._forget(number - 2)  # a slow rank may still read the last one
-        self._store.post(f"{self._topic}/now", asdict(Proposal(number, dict(modes), digest)))
+        self._store.post(f"{self._topic}/now", asdict(Proposal(number, dict(modes), digest, request)))
         armed = self._collect(number, "armed", ARM_S)
         problem = self._problem(armed)
         self._store.post(f"{self._topic}/{number}/verdict", "go" if problem is None else "withdrawn")

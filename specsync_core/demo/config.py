@@ -68,6 +68,8 @@ class Job:
     """Per rank: every rank's generator has a seed of its own, as unseeded workers have (VL #17498)."""
     recorded: bool = True
     """Keep a recording, and mark every wait; off where time is measured."""
+    control: str = ""
+    """Path of a control socket, for ``specsync ctl``; empty for none."""
 
 
 @dataclass(frozen=True)

@@ -97,6 +97,8 @@ class Rank:
             engine = self._engine(job, sync, recorder)
             on_step(0)
             outcome = engine.run(job.steps, on_step)
+        if sync.control is not None:
+            sync.control.close()
         return JobResult(
             tokens=outcome.tokens,
             step_s=outcome.step_s,
@@ -167,6 +169,8 @@ class Rank:
 def plan_of(job: Job, registry: Registry, manager: PluginManager, device: Device) -> Plan:
     """The plan of a job. The demo's own settings are its only source: the operator's are not about it."""
     environ = {"SPECSYNC_SITES": job.sites, "SPECSYNC_TRANSPORT": job.transport}
+    if job.control:
+        environ["SPECSYNC_CONTROL"] = job.control
     no_file = PolicyFile("specsync demo", PolicyTables(), {})
     facts = Facts(platform=device, model="specsync-demo", dp_attention=False)
     return resolve_plan(registry, environ, no_file, facts, manager)

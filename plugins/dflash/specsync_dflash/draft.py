@@ -76,8 +76,8 @@ class CapturedDraft:
         """Fill the buffer, replay, and return a view of the agreed tokens: valid until the next draft."""
         batch = block_logits_BGV.shape[0]
         self.logits_BGV[:batch].copy_(block_logits_BGV)
-        if batch not in self._replays:
-            self._replays[batch] = replay.Replay(lambda: self._tail(batch), self.logits_BGV.device)
+        if batch not in self._replays or self._replays[batch].stale:
+            self._replays[batch] = replay.Replay(lambda: self._tail(batch), self.logits_BGV.device, sync=self._sync)
         self._replays[batch]()
         return self.tokens_BG[:batch]
 

@@ -34,6 +34,7 @@ class AcceptEpilogue:
         dtype: torch.dtype = torch.float32,
     ) -> None:
         """Allocate the buffers. Nothing is captured yet: see `capture`."""
+        self._sync = sync
         self._agree = sync.point("dspark-accept-graph")
 
         def lens(value: int = 0) -> Tensor:
@@ -49,7 +50,9 @@ class AcceptEpilogue:
 
     def capture(self, batch_size: int) -> None:
         """Prepare for batches of exactly this size; every rank of the group at the same moment."""
-        self._replays[batch_size] = replay.Replay(lambda: self._epilogue(batch_size), self.candidates_BS.device)
+        self._replays[batch_size] = replay.Replay(
+            lambda: self._epilogue(batch_size), self.candidates_BS.device, sync=self._sync
+        )
 
     def accept(
         self,
@@ -64,7 +67,7 @@ class AcceptEpilogue:
             Views of the static buffers: valid until the next accept.
         """
         batch, stride = candidates_BS.shape
-        if batch not in self._replays:
+        if batch not in self._replays or self._replays[batch].stale:
             self.capture(batch)
         self.candidates_BS[:batch].copy_(candidates_BS)
         self.target_logits_BSV[:batch].copy_(target_logits_BSV)

@@ -45,6 +45,7 @@ class FoldedSampler:
         The sample variant's logits and noise take ``folded_sampling_bytes`` of memory.
         """
         self.site = "dspark-graph-greedy" if generator is None else "dspark-graph-sample"
+        self._sync = sync
         self._agree = sync.point(self.site)
         self._markov = markov
         self._generator = generator
@@ -64,7 +65,7 @@ class FoldedSampler:
         prepared by its first `draft`.
         """
         self._replays[batch_size] = replay.Replay(
-            lambda: self._chain(batch_size), self.logits_BGV.device, generator=self._generator
+            lambda: self._chain(batch_size), self.logits_BGV.device, generator=self._generator, sync=self._sync
         )
 
     def draft(self, base_logits_BGV: Tensor, anchor_B: Tensor, sampling: decisions.Sampling) -> DraftBlock:
@@ -79,7 +80,7 @@ class FoldedSampler:
             Views of the static buffers: valid until the next draft.
         """
         batch = anchor_B.shape[0]
-        if batch not in self._replays:
+        if batch not in self._replays or self._replays[batch].stale:
             self.capture(batch)
         # After the capture, whose warm-up runs overwrite the logits in place.
         self.logits_BGV[:batch].copy_(base_logits_BGV)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 from torch import Tensor
 
@@ -34,6 +36,9 @@ class LoneSync:
 
     def point(self, slug: str):
         return lambda *tensors: self.sync(slug, *tensors)
+
+    def capturing(self):
+        return nullcontext()
 
     def available_memory_gb(self, slug: str, device, gpu_id, group=None) -> float:
         assert REGISTRY.site(slug).kind == "consensus"
