@@ -30,6 +30,10 @@ VARIABLES: Mapping[str, str] = {
     "SPECSYNC_STRICT": "0: an engine adapter warns and goes on where it would otherwise stop the start (default 1)",
     "SPECSYNC_FAULTS": "faults on purpose, e.g. 'dspark-accept-greedy:rank=1:step=20:add=1'",
     "SPECSYNC_ALLOW_FAULTS": "1: obey SPECSYNC_FAULTS (default 0)",
+    "SPECSYNC_DUMP_DIR": "directory for recordings and dumps; turns the recorder and the watchdog on (default: off)",
+    "SPECSYNC_WATCHDOG_S": "seconds that a call or step may take before every rank writes a dump (default 60)",
+    "SPECSYNC_RECORD_VALUES": "1: record values of device tensors too, a host wait per tensor (default 0)",
+    "SPECSYNC_RECORD_PROMPTS": "1: record values of drafts that are copied out of prompts, as n-grams are (default 0)",
     "SPECSYNC_CONTROL": "absolute path of the socket for `specsync ctl`, {pid} is the process's (default: no control)",
 }
 """Every variable that is read, with its meaning."""
@@ -37,6 +41,7 @@ VARIABLES: Mapping[str, str] = {
 Transport: TypeAlias = Literal["auto", "group", "grouped", "one-shot"]
 TRANSPORTS: tuple[Transport, ...] = get_args(Transport)
 DEFAULT_TIMEOUT_S = 30.0
+DEFAULT_WATCHDOG_S = 60.0
 
 logger = logging.getLogger("specsync")
 T = TypeVar("T")
@@ -71,6 +76,11 @@ class Environment:
     faults: str | None = None
     """As written; `specsync_core.diagnostics.faults` parses it."""
     allow_faults: bool = False
+    dump_dir: Path | None = None
+    """Absolute. None: no recorder, no watchdog."""
+    watchdog_s: float = DEFAULT_WATCHDOG_S
+    record_values: bool = False
+    record_prompts: bool = False
     control: Setting[str] | None = None
     """Path of the control socket that group rank 0 opens; ``{pid}`` in it stands for its process id."""
 
@@ -97,6 +107,10 @@ def read_environment(environ: Mapping[str, str] | None = None) -> Environment:
         strict=read.plain("SPECSYNC_STRICT", _flag) is not False,
         faults=environ.get("SPECSYNC_FAULTS"),
         allow_faults=read.plain("SPECSYNC_ALLOW_FAULTS", _flag) or False,
+        dump_dir=read.plain("SPECSYNC_DUMP_DIR", _directory),
+        watchdog_s=read.plain("SPECSYNC_WATCHDOG_S", _seconds) or DEFAULT_WATCHDOG_S,
+        record_values=read.plain("SPECSYNC_RECORD_VALUES", _flag) or False,
+        record_prompts=read.plain("SPECSYNC_RECORD_PROMPTS", _flag) or False,
         control=read("SPECSYNC_CONTROL", _socket_path),
     )
     if problems:
@@ -173,6 +187,12 @@ def _socket_path(text: str) -> str:
     if not text.startswith("/") or text.endswith("/"):  # workers may run in another directory than the operator
         raise ValueError("takes the absolute path of a socket, such as /run/user/1000/specsync-{pid}.sock")
     return text
+
+
+def _directory(text: str) -> Path:
+    if not text:
+        raise ValueError("takes a directory")
+    return Path(text).absolute()  # an engine's processes may change theirs
 
 
 def _transport(text: str) -> Transport:

@@ -12,18 +12,15 @@ import ctypes
 import itertools
 import mmap
 import os
-import platform
-import sys
 import time
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
-from importlib import metadata
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
 from specsync_core.diagnostics import recording as fmt
+from specsync_core.diagnostics.facts import generators, library_versions
 from specsync_core.diagnostics.progress import host_identity
 from specsync_core.diagnostics.recording import Recording, RecordingError, StrPath, read_recording, recording_path
 from specsync_core.registry import Site
@@ -48,6 +45,8 @@ class Recorder:
         sites: the registry's sites; a reader of the file then needs no registry.
         values: keep checksums and first values of tensors that are on a device too. That means a host
             synchronisation per tensor. Values of CPU tensors are always kept.
+        prompts: keep values of drafts that the host copies out of prompts (n-grams, suffixes) too; without it a
+            recording holds their checksums alone, and no text of a prompt.
         slots: size of the ring in records (one per tensor, before and after; two per wait), 216 bytes each.
         run_id: any text that is equal on the ranks of one run and different in the next.
 
@@ -69,18 +68,26 @@ class Recorder:
         plan_digest: str,
         sites: Iterable[Site],
         values: bool = False,
+        prompts: bool = False,
         slots: int = 16384,
         run_id: str = "",
     ) -> None:
         self.path = Path(path)
         self.step = 0
         """The engine's step, as the last site call told it; written with the waits. May be set."""
+        self.group_rank = group_rank
+        self.busy: dict[int, str] = {}
+        """What this rank is inside of, and has not left: waits by number, a site's call as 0. The last is innermost."""
+        self.moved_s = time.monotonic()
+        """When the newest record was written."""
         self._values = values
+        self._prompts = prompts
+        self._skips = False
         self._calls: dict[int, int] = {}
         self._dtypes: dict[Any, tuple[int, int]] = {}
         self._sequence = itertools.count(1)
         self._waits = itertools.count(1)
-        fields = {
+        self.about = {
             "group_rank": group_rank,
             "world_size": world_size,
             "ranks": list(ranks),
@@ -90,11 +97,13 @@ class Recorder:
             "host": host_identity(),
             "versions": library_versions(),
             "started_s": time.time(),
-            "sites": {str(s.number): [s.slug, s.kind, [spec.name for spec in s.tensors]] for s in sites},
+            "sites": {str(s.number): [s.slug, s.kind, [spec.name for spec in s.tensors], s.cause] for s in sites},
+            "generators": generators(),
         }
+        """The header: who writes, under what plan, with what software."""
         if slots < 1:
             raise RecordingError(f"{path}: a ring of {slots} records holds nothing; give slots of at least 1.")
-        header = fmt.write_header(fields, slots)
+        header = fmt.write_header(self.about, slots)
         self._slots = slots
         self._ring = len(header)
         try:
@@ -105,11 +114,18 @@ class Recorder:
     def before(self, site: Site, tensors: Sequence[Tensor], step: int) -> None:
         """Record this rank's own values, before the sync. Microseconds per CPU tensor; see ``values`` for others."""
         self._calls[site.number] = self._calls.get(site.number, 0) + 1
-        self._record_call(fmt.BEFORE, site.number, tensors, step)
+        self.busy[0] = site.slug
+        self._record_call(fmt.BEFORE, site, tensors, step)
+
+    def skipped(self, site: Site) -> None:
+        """Be told that this rank leaves the sync of the present call out."""
+        self._skips = True
 
     def after(self, site: Site, tensors: Sequence[Tensor], step: int) -> None:
         """Record the values that everything is derived from."""
-        self._record_call(fmt.AFTER, site.number, tensors, step)
+        self._record_call(fmt.AFTER, site, tensors, step, fmt.SKIPPED if self._skips else 0)
+        self._skips = False
+        self.busy.pop(0, None)
 
     def waiting(self, what: str, detail: str = "") -> Waiting:
         """Return a context manager that marks a wait of the engine's own, e.g. a collective.
@@ -123,15 +139,18 @@ class Recorder:
     def begin_wait(self, what: str, detail: str = "") -> int:
         """Mark the begin of a wait; returns the number that `end_wait` takes."""
         number = next(self._waits)
+        self.busy[number] = what
         self._record_text(fmt.WAIT_BEGIN, number, f"{what}\0{detail}")
         return number
 
     def end_wait(self, number: int, error: str = "") -> None:
         """Mark the end of a wait; ``error`` names the exception's type when it failed."""
         self._record_text(fmt.WAIT_END, number, error, fmt.FAILED if error else 0)
+        self.busy.pop(number, None)
 
     def close(self, outcome: str = "finished") -> None:
         """Write that this rank ended in an orderly way, and let go of the file. Later calls do nothing."""
+        self.busy.clear()
         if self._map is None:
             return
         self._record_text(fmt.CLOSED, 0, outcome)
@@ -144,20 +163,26 @@ class Recorder:
     def __exit__(self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None) -> None:
         self.close("finished" if kind is None else f"failed: {kind.__name__}")
 
-    def _record_call(self, kind: int, site_number: int, tensors: Sequence[Tensor], step: int) -> None:
+    def read(self) -> Recording:
+        """Return what the ring holds now; from any thread."""
+        ring = self._map
+        return read_recording(self.path) if ring is None else fmt.parse_recording(self.path, ring[:])
+
+    def _record_call(self, kind: int, site: Site, tensors: Sequence[Tensor], step: int, more: int = 0) -> None:
         self.step = step
+        site_number = site.number
         call = self._calls.get(site_number, 0)
         count = len(tensors)
         if count == 0:
-            self._write(kind, 0, 0, 0, site_number, step, call, 0, 0, 0, _NO_DIMS, 0, 0, b"")
+            self._write(kind, more, 0, 0, site_number, step, call, 0, 0, 0, _NO_DIMS, 0, 0, b"")
         for index, tensor in enumerate(tensors):
             shape = tensor.shape
             numel = tensor.numel()
             code, itemsize = self._dtypes.get(tensor.dtype) or self._learn_dtype(tensor)
             data, flags = self._read_bytes(tensor, numel * itemsize)
-            head = data[: fmt.VALUE_BYTES]
+            head = b"" if not self._prompts and copies_prompts(site) else data[: fmt.VALUE_BYTES]
             self._write(
-                kind, flags, index, count, site_number, step, call, code, len(shape), len(head),
+                kind, flags | more, index, count, site_number, step, call, code, len(shape), len(head),
                 (*shape, *_NO_DIMS)[:4], numel, crc32(data), head,
             )  # fmt: skip
 
@@ -193,8 +218,9 @@ class Recorder:
         if ring is None:
             return
         sequence = next(self._sequence)
+        self.moved_s = now_s = time.monotonic()
         body = fmt.BODY.pack(
-            sequence, kind, flags, tensor_index, tensor_count, site_number, step, call, time.time(), time.monotonic(),
+            sequence, kind, flags, tensor_index, tensor_count, site_number, step, call, time.time(), now_s,
             dtype, ndim, value_bytes, *dims, numel, crc, payload,
         )  # fmt: skip
         start = self._ring + (sequence - 1) % self._slots * fmt.SLOT_BYTES
@@ -217,24 +243,9 @@ class Waiting:
         self._recorder.end_wait(self._number, kind.__name__ if kind else "")
 
 
-def library_versions() -> dict[str, str | None]:
-    """Versions that a reader of a recording wants to compare across ranks."""
-    versions: dict[str, str | None] = {"python": platform.python_version(), "specsync": None}
-    with suppress(metadata.PackageNotFoundError):
-        versions["specsync"] = metadata.version("specsync-core")
-    torch: Any = sys.modules.get("torch")
-    versions["torch"] = str(torch.__version__) if torch else None
-    versions["cuda"] = torch.version.cuda if torch else None
-    versions["nccl"] = _nccl_version() if torch and torch.version.cuda else None
-    return versions
-
-
-def _nccl_version() -> str | None:
-    with suppress(Exception):  # a torch without NCCL raises what it likes
-        from torch.cuda import nccl
-
-        return ".".join(str(part) for part in nccl.version())  # type: ignore[no-untyped-call]
-    return None
+def copies_prompts(site: Site) -> bool:
+    """Whether the site's values are drafts that hosts look up in the requests' own text."""
+    return site.phase == "draft" and site.cause == "host"
 
 
 def _is_capturing() -> bool:

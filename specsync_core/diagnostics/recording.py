@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
 from typing import Any, Literal, Union
@@ -43,7 +43,7 @@ BODY_FIELDS = (
 )
 
 BEFORE, AFTER, WAIT_BEGIN, WAIT_END, CLOSED = 1, 2, 3, 4, 5
-HAS_VALUES, CAPTURING, FAILED = 1, 2, 4
+HAS_VALUES, CAPTURING, FAILED, SKIPPED = 1, 2, 4, 8
 
 RecordKind = Literal["before", "after", "wait-begin", "wait-end", "closed"]
 KIND_NAMES: dict[int, RecordKind] = {
@@ -93,6 +93,8 @@ class SiteEntry:
     kind: str
     """``broadcast``, ``consensus`` or ``check``."""
     tensors: tuple[str, ...]
+    cause: str = ""
+    """``memory`` of a measurement: ranks may hold different values without having decided differently."""
 
 
 @dataclass(frozen=True)
@@ -116,6 +118,12 @@ class Header:
     """Wall time, seconds since the epoch."""
     slot_count: int
     sites: Mapping[int, SiteEntry]
+    generators: Mapping[str, Any] = field(default_factory=dict)
+    """Seeds and offsets of the process's generators when the recorder began (`specsync_core.diagnostics.facts`)."""
+
+    def is_measurement(self, number: int) -> bool:
+        entry = self.sites.get(number)
+        return entry is not None and entry.kind == "consensus" and entry.cause == "memory"
 
     def is_consensus(self, number: int) -> bool:
         entry = self.sites.get(number)
@@ -164,6 +172,11 @@ class Record:
     def failed(self) -> bool:
         """Of a wait's end: the wait was left by an exception, whose type is ``what``."""
         return bool(self.flags & FAILED)
+
+    @property
+    def skipped(self) -> bool:
+        """Of values after a site: this rank did not take part in the sync there."""
+        return bool(self.flags & SKIPPED)
 
     @property
     def values(self) -> tuple[Value, ...]:
@@ -225,6 +238,11 @@ def read_recording(path: StrPath) -> Recording:
         data = read_bounded(path, MAX_RECORDING_BYTES)
     except OSError as error:
         raise RecordingError(f"{path}: the recording cannot be read: {error}") from error
+    return parse_recording(path, data)
+
+
+def parse_recording(path: Path, data: bytes) -> Recording:
+    """`read_recording` of a file's bytes."""
     header, ring = _read_header(path, data)
     found, torn = [], 0
     for slot in _slots(memoryview(data)[ring : ring + header.slot_count * SLOT_BYTES]):
@@ -277,14 +295,14 @@ def _read_header(path: Path, data: bytes) -> tuple[Header, int]:
     if slot_bytes != SLOT_BYTES or len(text) != header_bytes or crc32(text) != crc:
         raise RecordingError(f"{path}: the recording's header is damaged or cut off.")
     try:
-        return _parse_header(json.loads(text), slot_count), ring_offset
+        return parse_header(json.loads(text), slot_count), ring_offset
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise RecordingError(f"{path}: the recording's header does not hold what it should: {error!r}.") from error
 
 
-def _parse_header(fields: Mapping[str, Any], slot_count: int) -> Header:
+def parse_header(fields: Mapping[str, Any], slot_count: int) -> Header:
     entries = fields["sites"].items()
-    sites = {int(number): SiteEntry(slug, kind, tuple(names)) for number, (slug, kind, names) in entries}
+    sites = {int(number): SiteEntry(slug, kind, tuple(names), *more) for number, (slug, kind, names, *more) in entries}
     return Header(
         version=VERSION,
         group_rank=fields["group_rank"],
@@ -298,6 +316,7 @@ def _parse_header(fields: Mapping[str, Any], slot_count: int) -> Header:
         started_s=fields["started_s"],
         slot_count=slot_count,
         sites=sites,
+        generators=dict(fields.get("generators", {})),
     )
 
 

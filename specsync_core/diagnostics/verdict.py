@@ -8,11 +8,9 @@ from dataclasses import dataclass
 
 from specsync_core.diagnostics.compare import Comparison
 from specsync_core.diagnostics.divergence import Divergence
+from specsync_core.diagnostics.facts import BAD_NCCL
 from specsync_core.diagnostics.progress import RankState, Wait
 from specsync_core.diagnostics.recording import Recording, Value
-
-BAD_NCCL = {"2.28.9": "hangs of this look came from it alone; 2.30.7 was clean (sgl-project/sglang #33289)"}
-"""NCCL versions that the field has reported, and what was reported."""
 
 
 @dataclass(frozen=True)
