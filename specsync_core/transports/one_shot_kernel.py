@@ -431,7 +431,8 @@ def exchange(
     code = _load_word(inbox)
     calls = tl.load(_i64(stats))
     if RANK == 0:
-        peers: tl.constexpr = triton.next_power_of_2(WORLD)
+        # Not triton.next_power_of_2: SGLang puts a plain function in its place, which a kernel cannot call.
+        peers: tl.constexpr = 2 if WORLD <= 2 else 4 if WORLD <= 4 else 8 if WORLD <= 8 else 64
         peer = tl.arange(0, peers)
         ack_line = inbox + ACKS + LINE * tl.where((peer > 0) & (peer < WORLD), peer, 1)
         ack = _load_word(ack_line)
