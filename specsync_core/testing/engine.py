@@ -178,7 +178,8 @@ class _Network:
 
 
 def _copied(**tensors: Tensor | None) -> dict[str, Tensor]:
-    return {name: tensor.detach().cpu().clone() for name, tensor in tensors.items() if tensor is not None}
+    with torch.inference_mode(False):  # copies that a test may write to
+        return {name: tensor.detach().cpu().clone() for name, tensor in tensors.items() if tensor is not None}
 
 
 def _shown_draft(draft: Draft) -> dict[str, Tensor]:

@@ -139,7 +139,7 @@ def _same(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> bool:
 
 def same_outcome(one: Record, other: Record) -> bool:
     """Whether two trials called the same sites and returned the same on one rank."""
-    calls = [[call.name for call in record.calls] for record in (one, other)]
+    calls = [[(call.name, call.in_capture) for call in record.calls] for record in (one, other)]
     return calls[0] == calls[1] and not any(
         _difference(*pair) for pair in zip(one.results, other.results, strict=False)
     )
