@@ -57,8 +57,14 @@ class Agreements:
         asks = [self._ask(one) for one, meet in zip(wanted, meets, strict=True) if meet]
         agreed = iter(agree_together(group.cpu_group, asks) if asks else ())
         return [
-            self._keep(one, *next(agreed)) if meet else one.compute() for one, meet in zip(wanted, meets, strict=True)
+            self._keep(one, *next(agreed)) if meet else self._decide_alone(one)
+            for one, meet in zip(wanted, meets, strict=True)
         ]
+
+    def _decide_alone(self, one: Wanted) -> Any:
+        value = self._show_own(one)
+        self._show_result(one.site, value)
+        return value
 
     def check(self, key: Site | str | int, value: Any, group: Group) -> StateCheck:
         """`SpecTpSync.check`, over the group that is to be compared."""
@@ -119,10 +125,13 @@ class Agreements:
     def _keep(self, one: Wanted, own: Any, agreed: Any) -> Any:
         self._owner.count_value(one.site, own, agreed)
         value = agreed if self._owner.plan.mode(one.site.slug) == "sync" else own
+        self._show_result(one.site, value)
+        return value
+
+    def _show_result(self, site: Site, value: Any) -> None:
         if isinstance(value, (bool, int, float)):
             for tap in self._owner.taps:
-                tap.after(one.site, (torch.tensor(float(value), dtype=torch.float64),), self._owner.step)
-        return value
+                tap.after(site, (torch.tensor(float(value), dtype=torch.float64),), self._owner.step)
 
 
 @dataclass

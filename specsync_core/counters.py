@@ -169,7 +169,7 @@ class SiteCounter:
             mismatches += max(mine.numel(), theirs.numel())
             if self._first is None:
                 name = f"shape of {self._site.tensors[position].name}"
-                shapes = [list(tensor.shape) for tensor in (mine, theirs)]
+                shapes = list(mine.shape), list(theirs.shape)
                 self._first = FirstDivergence(step, totals[0], self._group_rank, name, (), *shapes)
         totals[3] += mismatches
         totals[4] += mismatches > 0

@@ -48,6 +48,8 @@ class GroupStore:
         self._meetings: dict[str, int] = {}
         self._failure: dict[str, str] | None = None
         self._answered = 0
+        self._alarms = 0
+        self._on_alarm: Callable[[str], object] | None = None
         self._watchers: list[WeakMethod[Callable[[], float]]] = []
         self._identities: dict[int, dict[str, Any]] = {self.rank: own_identity()}
         self._store = BoundedStore(PrefixStore("specsync", cpu_group.get_group_store()), self._look_for_news)
@@ -163,6 +165,25 @@ class GroupStore:
         if self._failure is None and self._store.check("failure"):
             self._failure = json.loads(self._store.get("failure"))
 
+    def alarm(self, text: str) -> None:
+        """Tell every peer that listens, wherever it is, within half a second or so. Not a failure: ranks go on."""
+        with suppress(StoreLostError):
+            number = self._store.add("alarms", 1)
+            self._store.set(f"alarm/{number}", json.dumps({"rank": self.rank, "text": text}))
+
+    def listen(self, heard: Callable[[str], object] | None) -> None:
+        """Call ``heard`` on the store's thread with what peers tell from now on; it must return at once."""
+        with suppress(StoreLostError):
+            self._alarms = self._store.add("alarms", 0)
+            self._on_alarm = heard
+
+    def _hear(self) -> None:
+        while self._on_alarm is not None and self._store.check(f"alarm/{self._alarms + 1}"):
+            self._alarms += 1
+            told = json.loads(self._store.get(f"alarm/{self._alarms}"))
+            if told["rank"] != self.rank:
+                self._on_alarm(told["text"])
+
     # --- who is where -----------------------------------------------------------------------------
 
     def enter(self, what: str) -> None:
@@ -239,6 +260,7 @@ class GroupStore:
     def _look_for_news(self) -> None:
         """What the store's thread does a few times a second."""
         self._read_failure()
+        self._hear()
         while self._store.check(f"roll/{self._answered + 1}"):
             self._answered += 1
             self._store.set(f"roll/{self._answered}/{self.rank}", self._whereabouts())

@@ -448,7 +448,7 @@ class SpecTpSync:
 
 
 def _beside_the_stream() -> AbstractContextManager[Any]:
-    if not torch.cuda.is_available() or not torch.cuda.is_initialized():
+    if not torch.cuda.is_available() or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return nullcontext()
     return torch.cuda.stream(torch.cuda.Stream())  # type: ignore[no-untyped-call]
 
@@ -471,8 +471,13 @@ def _between(
 ) -> Any:
     """Show the taps what goes into a call and what comes out. One that raises fails the group, as the call would."""
     try:
-        skipped = [tap.before(site, tensors, owner.step) is False for tap in taps]
-        result = passthrough(*tensors) if any(skipped) else act(*tensors)
+        answers = [tap.before(site, tensors, owner.step) for tap in taps]
+        is_skipped = any(answer is False for answer in answers)
+        if is_skipped and isinstance(in_force(point), Point):
+            for tap in taps:
+                if hasattr(tap, "skipped"):
+                    tap.skipped(site)
+        result = passthrough(*tensors) if is_skipped else act(*tensors)
         shown = result if isinstance(result, tuple) else (result,)
         for tap in taps:
             tap.after(site, shown, owner.step)

@@ -13,7 +13,7 @@ import itertools
 import mmap
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -49,6 +49,7 @@ class Recorder:
             recording holds their checksums alone, and no text of a prompt.
         slots: size of the ring in records (one per tensor, before and after; two per wait), 216 bytes each.
         run_id: any text that is equal on the ranks of one run and different in the next.
+        versions: of software and hardware, by name; None finds out.
 
     Raises:
         RecordingError: the file cannot be made, e.g. for want of space.
@@ -71,6 +72,7 @@ class Recorder:
         prompts: bool = False,
         slots: int = 16384,
         run_id: str = "",
+        versions: Mapping[str, str | None] | None = None,
     ) -> None:
         self.path = Path(path)
         self.step = 0
@@ -95,7 +97,7 @@ class Recorder:
             "run_id": run_id,
             "pid": os.getpid(),
             "host": host_identity(),
-            "versions": library_versions(),
+            "versions": library_versions() if versions is None else dict(versions),
             "started_s": time.time(),
             "sites": {str(s.number): [s.slug, s.kind, [spec.name for spec in s.tensors], s.cause] for s in sites},
             "generators": generators(),

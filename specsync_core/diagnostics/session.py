@@ -1,0 +1,181 @@
+"""A session: the recorder, watchdog and faults of one rank, as the environment asks for them, around its `SpecTpSync`.
+
+session = open_session(groups)      # SPECSYNC_DUMP_DIR, SPECSYNC_FAULTS and their like
+sync = session.sync
+with session.waiting("tp all-reduce", "layer 3"):
+    ...
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import secrets
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from specsync_core.collectives import GroupStore, store_of
+from specsync_core.diagnostics.facts import library_versions
+from specsync_core.diagnostics.fault_grammar import parse_faults
+from specsync_core.diagnostics.faults import FaultInjector
+from specsync_core.diagnostics.progress import is_alive
+from specsync_core.diagnostics.recorder import Recorder
+from specsync_core.diagnostics.recording import SUFFIX, RecordingError, read_recording, recording_path
+from specsync_core.diagnostics.watchdog import Watchdog
+from specsync_core.errors import SpecSyncError
+from specsync_core.facts import Facts
+from specsync_core.groups import Group, ParallelGroups, select_group
+from specsync_core.manager import load_registry
+from specsync_core.plan import Plan, resolve_plan
+from specsync_core.registry import Registry
+from specsync_core.settings import Environment, read_environment
+from specsync_core.sync import SpecTpSync, Tap
+
+logger = logging.getLogger("specsync")
+
+RUN_NAME = re.compile(r"run-\d{8}-\d{6}-[0-9a-f]{6}")
+MOST_RUNS = 16
+"""Runs whose files are kept in one directory; older ones are removed, unless a process of theirs lives."""
+
+
+@dataclass
+class Session:
+    """What watches one rank. Everything in it is None, and free, where nothing was asked for."""
+
+    sync: SpecTpSync
+    recorder: Recorder | None = None
+    injector: FaultInjector | None = None
+    watchdog: Watchdog | None = None
+
+    @property
+    def is_recording(self) -> bool:
+        return self.recorder is not None
+
+    def waiting(self, what: str, detail: str = "") -> AbstractContextManager[None]:
+        """Mark a wait or a stretch of work of the engine's own: a collective, a step. See `Recorder.waiting`."""
+        return nullcontext() if self.recorder is None else self.recorder.waiting(what, detail)
+
+    def close(self, outcome: str = "finished") -> None:
+        """End the watchdog, and write that this rank ended in an orderly way."""
+        if self.watchdog is not None:
+            self.watchdog.close()
+        if self.recorder is not None:
+            self.recorder.close(outcome)
+
+
+def open_session(groups: ParallelGroups, plan: Plan | None = None, *, injector: FaultInjector | None = None) -> Session:
+    """Make a `SpecTpSync` that is watched as the environment says; every rank of the group together.
+
+    Args:
+        plan: None resolves one from the environment.
+        injector: faults that were read before; None reads ``SPECSYNC_FAULTS``.
+
+    Raises:
+        PolicyError: the environment is wrong, or faults are not allowed.
+        PlanMismatchError, GroupError: as `SpecTpSync`.
+        TransportError: a rank did not come.
+    """
+    group = select_group(groups)
+    if groups.tp.world_size == 1 or group.world_size == 1:
+        return Session(SpecTpSync(groups, plan))
+    store = store_of(group.cpu_group)
+    try:
+        environment = read_environment()
+        plan = resolve_plan(load_registry(), facts=Facts(dp_attention=groups.dp_attention)) if plan is None else plan
+        injector = injector or read_faults(plan.registry, group, environment)
+    except SpecSyncError as error:  # the peers wait in the meeting below
+        store.fail(error)
+        raise
+    folder = _agree_on_folder(store, environment, plan.timeout_s)
+    recorder = None if folder is None else _open_recorder(folder, group, plan, environment)
+    taps: list[Tap] = [tap for tap in (injector, recorder) if tap is not None]
+    session = Session(SpecTpSync(groups, plan, taps=taps), recorder, injector)
+    if recorder is not None:
+        session.watchdog = Watchdog(recorder, environment.watchdog_s, stats=_stats_of(session.sync), tell=store.alarm)
+        store.listen(session.watchdog.ask)
+    return session
+
+
+def read_faults(registry: Registry, group: Group, environment: Environment | None = None) -> FaultInjector | None:
+    """Return what commits the faults of ``SPECSYNC_FAULTS``, if there are any.
+
+    Raises:
+        PolicyError: they are wrong or not allowed.
+    """
+    environment = environment or read_environment()
+    if environment.faults is None:
+        return None
+    faults = parse_faults(environment.faults, registry, "SPECSYNC_FAULTS")
+    return FaultInjector(faults, group.rank_in_group, allowed=environment.allow_faults) if faults else None
+
+
+def _agree_on_folder(store: GroupStore, environment: Environment, timeout_s: float) -> Path | None:
+    """Name this run's folder alike on all ranks. Every rank takes part, whatever its own environment says."""
+    name = f"run-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
+    shown = store.exchange("diagnostics", {"name": name, "records": environment.dump_dir is not None}, timeout_s)
+    without = [str(rank) for rank, each in enumerate(shown) if not each["records"]]
+    if environment.dump_dir is None:
+        return None
+    if without:
+        logger.warning("specsync: group rank %s has no SPECSYNC_DUMP_DIR and records nothing.", ", ".join(without))
+    if store.rank == min(rank for rank, each in enumerate(shown) if each["records"]):
+        prune(environment.dump_dir, MOST_RUNS - 1)
+    return environment.dump_dir / str(shown[0]["name"])
+
+
+def _open_recorder(folder: Path, group: Group, plan: Plan, environment: Environment) -> Recorder | None:
+    """A recorder, or where it cannot be made a warning: the engine is not to stop for want of a diagnosis."""
+    plugins = {plugin.name: f"{plugin.distribution} {plugin.version}" for plugin in plan.plugins}
+    try:
+        recorder = Recorder(
+            recording_path(folder, group.rank_in_group),
+            group_rank=group.rank_in_group,
+            world_size=group.world_size,
+            ranks=getattr(group, "ranks", range(group.world_size)),
+            plan_digest=plan.digest,
+            sites=plan.registry.sites,
+            values=environment.record_values,
+            prompts=environment.record_prompts,
+            run_id=folder.name,
+            versions=library_versions(plugins),
+        )
+    except RecordingError as error:
+        logger.warning("specsync: nothing is recorded on group rank %d: %s", group.rank_in_group, error)
+        return None
+    if group.rank_in_group == 0:
+        logger.info("specsync: recording into %s; SIGUSR1 writes a dump, `specsync doctor %s` reads.", folder, folder)
+    return recorder
+
+
+def _stats_of(sync: SpecTpSync) -> Any:
+    def stats() -> Mapping[str, Any]:
+        return {slug: each.as_dict() for slug, each in sync.stats(wait=False).items() if each.calls}
+
+    return stats
+
+
+def runs_in(directory: Path) -> Sequence[Path]:
+    """The folders of runs in a directory, the newest first."""
+    if not directory.is_dir():
+        return []
+    found = [path for path in directory.iterdir() if RUN_NAME.fullmatch(path.name) and path.is_dir()]
+    return sorted(found, key=lambda path: path.name, reverse=True)
+
+
+def prune(directory: Path, keep: int) -> None:
+    """Remove the oldest runs' folders beyond ``keep``; nothing else, and none whose processes may live."""
+    for run in runs_in(directory)[keep:]:
+        if not any(_may_live(path) for path in run.glob(f"*{SUFFIX}")):
+            shutil.rmtree(run, ignore_errors=True)
+
+
+def _may_live(path: Path) -> bool:
+    try:
+        return is_alive(read_recording(path)) is True
+    except RecordingError:
+        return False
