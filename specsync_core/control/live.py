@@ -136,6 +136,7 @@ class LiveControl:
             return self._status()
         if request.command == "stats":
             return self._stats(request.wait_s)
+        self._pledges.check_free()
         plan = self._sync.plan
         if request.command == "sites":
             return self._change(request, plan, whole_policy(request.policy, plan, self._fixed))

@@ -79,6 +79,11 @@ class Pledges:
         """The step of a change that is settled and not made yet."""
         return self._target
 
+    def check_free(self) -> None:
+        """Raises ControlError while a change is under way."""
+        if self._armed is not None:
+            raise ControlError("another change is under way, or waits for the engine's next step. Try again later.")
+
     # --- the engine's thread --------------------------------------------------------------------------
 
     def begin_step(self, step: int) -> None:
@@ -113,9 +118,13 @@ class Pledges:
         while not self._settled.wait(0.1):
             self._store.glance()
             if time.monotonic() > deadline:
+                assert self._armed is not None
+                missing = [
+                    rank for rank, pledge in enumerate(self._read(self._armed.number, "pledge")) if pledge is None
+                ]
                 error = TransportError(
-                    f"the ranks could not settle on a step for the change of sites: group rank {self._store.rank} knows"
-                    f" of no pledge of another rank after {self._timeout_s:g} s. {self._store.roll_call()}"
+                    f"the ranks could not settle on a step for a change of sites: group rank {self._store.rank} heard"
+                    f" nothing from {_ranks(missing)} for {self._timeout_s:g} s. {self._store.roll_call()}"
                 )
                 self._store.fail(error)
                 raise error
@@ -178,8 +187,7 @@ class Pledges:
             ControlError: a rank refuses or does not answer; nothing changes.
             TransportError: the store does not answer.
         """
-        if self._armed is not None:
-            raise ControlError("another change is under way, or waits for the engine's next step. Try again later.")
+        self.check_free()
         number = self._handled + 1
         self._forget(number - 2)  # a slow rank may still read the last one
         self._store.post(f"{self._topic}/now", asdict(Proposal(number, dict(modes), digest, request)))
@@ -192,12 +200,13 @@ class Pledges:
         if None not in made:
             return made
         if self._target is None:
-            missing = [rank for rank, result in enumerate(made) if result is None]
-            raise ControlError(f"{_ranks(missing)} did not report that the change was made. {self._store.roll_call()}")
+            raise ControlError(
+                f"{_ranks(_missing(made))} did not report that the change was made. {self._store.roll_call()}"
+            )
         return self._target
 
     def _problem(self, armed: Sequence[Any]) -> str | None:
-        if missing := [rank for rank, answer in enumerate(armed) if answer is None]:
+        if missing := _missing(armed):
             return f"{_ranks(missing)} did not answer within {ARM_S:g} s. {self._store.roll_call()}"
         refusals = {rank: answer["refusal"] for rank, answer in enumerate(armed) if answer["refusal"] is not None}
         if not refusals:
@@ -221,6 +230,10 @@ class Pledges:
         for what in ("armed", "pledge", "made"):
             for rank in range(self._store.world_size):
                 self._store.remove(f"{self._topic}/{number}/{what}/{rank}")
+
+
+def _missing(notes: Sequence[Any]) -> list[int]:
+    return [rank for rank, note in enumerate(notes) if note is None]
 
 
 def _ranks(ranks: Sequence[int]) -> str:

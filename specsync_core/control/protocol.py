@@ -71,7 +71,7 @@ def decode_request(line: bytes) -> Request:
 def _text(fields: Mapping[str, Any], name: str) -> str:
     value = fields.get(name, "")
     if not isinstance(value, str):
-        raise ControlError(f"{name} is a {type(value).__name__}, not a text.")
+        raise ControlError(f"{name} takes a text, not {type(value).__name__}.")
     return value
 
 
