@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import json
 import socket
+from contextlib import suppress
 from typing import Any
 
 from specsync_core.control.protocol import MAX_ANSWER_BYTES, Request, encode_request, read_line
@@ -29,7 +30,8 @@ def ask(path: str, request: Request) -> dict[str, Any]:
         connection.settimeout(5.0)
         try:
             connection.connect(path)
-            connection.sendall(line)
+            with suppress(BrokenPipeError):  # sent away before the line was read: the answer says so
+                connection.sendall(line)
             answer = json.loads(read_line(connection, MAX_ANSWER_BYTES, request.wait_s + MARGIN_S))
         except OSError as error:
             raise ControlError(f"{path}: {_why(error)}") from error
