@@ -37,7 +37,12 @@ class CheckedReplay:
     """No plan changes here."""
 
     def __init__(
-        self, function: Callable[[], None], device: torch.device, *, generator: Generator | None = None, sync: Any = None
+        self,
+        function: Callable[[], None],
+        device: torch.device,
+        *,
+        generator: Generator | None = None,
+        sync: Any = None,
     ) -> None:
         self._function = function
         self._generator = generator

@@ -125,7 +125,7 @@ class FakeEngine:
             self._sync.next_step()
 
     def _next(self, batch: Batch, verdict: Verdict) -> Batch:
-        last_B1 = verdict.commit_lens_B.unsqueeze(1) - 1
+        last_B1 = verdict.commit_lens_B.unsqueeze(1).clamp(min=1) - 1
         anchor_B = verdict.tokens_BC.gather(1, last_B1).squeeze(1)
         return self._batch(anchor_B, batch.prefix_lens_B + verdict.commit_lens_B)
 
@@ -175,6 +175,12 @@ class _Network:
 
     def path_logits(self, batch: Batch, paths_BPL: Tensor) -> Tensor:
         return self._engine.noisy(self._path_VV[paths_BPL[:, :, -1]], self._engine.skew.draft)
+
+
+def place_order(place: str) -> tuple[int, int]:
+    """Sort `Result.place` by when it comes."""
+    first, _, step = place.partition(" in step ")
+    return int(step or -1), ("bind", "first token", "draft", "accept").index(first)
 
 
 def _copied(**tensors: Tensor | None) -> dict[str, Tensor]:

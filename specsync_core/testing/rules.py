@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from specsync_core.registry import Registry
-from specsync_core.testing.engine import Result, contract_problem
+from specsync_core.testing.engine import Result, contract_problem, place_order
 from specsync_core.testing.trial import Record
 from specsync_core.testing.watch import Change, SiteCall
 
@@ -48,9 +48,9 @@ def failures(records: Sequence[Record], registry: Registry) -> Iterator[Violatio
     if (parting := _parting(records)) is not None:
         yield parting
         return
-    failed = [(record.is_echo, record.failed_at, rank) for rank, record in enumerate(records) if record.error]
+    failed = [(record.is_echo, rank) for rank, record in enumerate(records) if record.error]
     if failed:
-        rank = min(failed)[2]
+        rank = min(failed)[1]
         kind, words = records[rank].error or ("", "")
         calls = records[rank].calls
         rule = BY_ERROR.get(kind, "runs")
@@ -68,7 +68,9 @@ def _parting(records: Sequence[Record]) -> Violation | None:
         names = [call.name if call else "nothing" for call in calls]
         if len(set(names)) > 1 and not (None in calls and unheard):
             said = "; ".join(f"group rank {rank} calls {name}" for rank, name in enumerate(names))
-            slugs = dict.fromkeys(call.slug for call in calls if call)
+            called = [call for call in calls if call]
+            earliest = min(place_order(call.place) for call in called)  # who is further on has left that one out
+            slugs = dict.fromkeys(call.slug for call in called if place_order(call.place) == earliest)
             return Violation("order", ", ".join(slugs), f"call {index}: {said}")
     return None
 

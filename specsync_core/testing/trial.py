@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -42,7 +41,6 @@ class Record:
     results: list[Result] = field(default_factory=list)
     error: tuple[str, str] | None = None
     """The error's type and its words."""
-    failed_at: float = 0.0
     is_echo: bool = False
     """It failed because another rank did not come."""
     captures: list[Note] = field(default_factory=list)
@@ -69,7 +67,7 @@ def run_trial(group: Group, algorithm: Algorithm, plan: Plan, trial: Trial, devi
             if trial.captures:
                 record.captures += _replayed(sync, watch, rank, device)
         except Exception as error:
-            record.error, record.failed_at = (type(error).__name__, str(error)), time.monotonic()
+            record.error = (type(error).__name__, str(error))
             record.is_echo = isinstance(error, TransportError)
     record.captures += notes
     return record
