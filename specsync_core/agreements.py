@@ -123,8 +123,9 @@ class Agreements:
         return value if shown.item() == value else type(value)(shown.item())
 
     def _keep(self, one: Wanted, own: Any, agreed: Any) -> Any:
-        self._owner.count_value(one.site, own, agreed)
-        value = agreed if self._owner.plan.mode(one.site.slug) == "sync" else own
+        is_synced = self._owner.plan.mode(one.site.slug) == "sync"
+        self._owner.count_value(one.site, own, agreed, compared=not (one.leads and is_synced))
+        value = agreed if is_synced else own
         self._show_result(one.site, value)
         return value
 

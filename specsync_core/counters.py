@@ -174,10 +174,10 @@ class SiteCounter:
         totals[3] += mismatches
         totals[4] += mismatches > 0
 
-    def count_value(self, own: Any, agreed: Any, step: int) -> None:
-        """Count one agreement on a host value."""
+    def count_value(self, own: Any, agreed: Any, step: int, compared: bool = True) -> None:
+        """Count one agreement on a host value; nothing is compared where only group rank 0 has a value of its own."""
         self._totals[0] += 1
-        self._totals[2] += 1
+        self._totals[2] += compared
         if own == agreed:
             return
         self._totals[3] += 1

@@ -34,6 +34,8 @@ VARIABLES: Mapping[str, str] = {
     "SPECSYNC_WATCHDOG_S": "seconds that a call or step may take before every rank writes a dump (default 60)",
     "SPECSYNC_RECORD_VALUES": "1: record values of device tensors too, a host wait per tensor (default 0)",
     "SPECSYNC_RECORD_PROMPTS": "1: record values of drafts that are copied out of prompts, as n-grams are (default 0)",
+    "SPECSYNC_STATS_DIR": "directory in which each rank keeps its counts as JSON while it runs (default: none)",
+    "SPECSYNC_TRIAL": "the number of the run, set by `specsync bisect` for its command; read by the demo alone",
     "SPECSYNC_CONTROL": "absolute path of the socket for `specsync ctl`, {pid} is the process's (default: no control)",
 }
 """Every variable that is read, with its meaning."""
@@ -81,6 +83,8 @@ class Environment:
     watchdog_s: float = DEFAULT_WATCHDOG_S
     record_values: bool = False
     record_prompts: bool = False
+    stats_dir: Path | None = None
+    """Where each rank keeps a file of its counts; None keeps none."""
     control: Setting[str] | None = None
     """Path of the control socket that group rank 0 opens; ``{pid}`` in it stands for its process id."""
 
@@ -108,6 +112,7 @@ def read_environment(environ: Mapping[str, str] | None = None) -> Environment:
         faults=environ.get("SPECSYNC_FAULTS"),
         allow_faults=read.plain("SPECSYNC_ALLOW_FAULTS", _flag) or False,
         dump_dir=read.plain("SPECSYNC_DUMP_DIR", _directory),
+        stats_dir=read.plain("SPECSYNC_STATS_DIR", _directory),
         watchdog_s=read.plain("SPECSYNC_WATCHDOG_S", _seconds) or DEFAULT_WATCHDOG_S,
         record_values=read.plain("SPECSYNC_RECORD_VALUES", _flag) or False,
         record_prompts=read.plain("SPECSYNC_RECORD_PROMPTS", _flag) or False,
@@ -123,6 +128,22 @@ def disabled_plugins(environ: Mapping[str, str] | None = None) -> frozenset[str]
     environ = os.environ if environ is None else environ
     names = (name.strip() for name in environ.get("SPECSYNC_DISABLE", "").split(","))
     return frozenset(filter(None, names))
+
+
+def stats_directory(environ: Mapping[str, str] | None = None) -> Path | None:
+    """Return what ``SPECSYNC_STATS_DIR`` names, whatever else the environment says."""
+    named = (os.environ if environ is None else environ).get("SPECSYNC_STATS_DIR")
+    return _directory(named) if named else None
+
+
+def inherited_environment() -> dict[str, str]:
+    """Return a copy of this process's environment, for a process that it starts."""
+    return dict(os.environ)
+
+
+def trial_number(environ: Mapping[str, str] | None = None) -> str | None:
+    """Return the number of the run under `specsync bisect`; None elsewhere."""
+    return (os.environ if environ is None else environ).get("SPECSYNC_TRIAL")
 
 
 def hand_over(variable: str, text: str) -> None:

@@ -33,6 +33,8 @@ from specsync_core.plan import Plan, resolve_plan
 from specsync_core.point import Point, PointCall, passthrough
 from specsync_core.policy import Mode
 from specsync_core.registry import Site
+from specsync_core.settings import stats_directory
+from specsync_core.stats_file import StatsFile
 from specsync_core.switching import Capture, Captures, Switch, in_force
 from specsync_core.transports import Choice, Transport, choose_transport
 from specsync_core.transports.base import CountingTransport
@@ -118,6 +120,8 @@ class SpecTpSync:
         if self.plan.control.value is not None and handshake and groups.tp.world_size > 1:
             self._points = {slug: Switch(slug, act, self._captures) for slug, act in self._points.items()}
             self.control = _open_control(self)
+        directory = stats_directory()
+        self._stats_file = None if directory is None else StatsFile(self, directory)
 
     def enabled(self, site: Site | str | int) -> bool:
         """Whether a call at this site takes part in a collective: it is on, and its group has more than one rank."""
@@ -372,9 +376,9 @@ class SpecTpSync:
     def _agree(self, key: Site | str | int, op: Op, chosen: Group | None, compute: Callable[[], Any]) -> Any:
         return self._agreements.settle([self._agreements.want(key, op, compute)], chosen)[0]
 
-    def count_value(self, site: Site, own: Any, agreed: Any) -> None:
+    def count_value(self, site: Site, own: Any, agreed: Any, compared: bool = True) -> None:
         """Count one agreement."""
-        self._counters[site.slug].count_value(own, agreed, self.step)
+        self._counters[site.slug].count_value(own, agreed, self.step, compared)
 
     def next_step(self) -> None:
         """Say that the engine begins its next step; never inside capture. Where live control is on, sites change here.
@@ -384,6 +388,8 @@ class SpecTpSync:
         """
         self.step += 1
         self.clock.set(self.step)
+        if self._stats_file is not None:
+            self._stats_file.step()
         if self.control is not None:
             self.control.begin_step(self.step)
         for choice in self.transports.values():

@@ -30,10 +30,23 @@ LAYERS = (
         "transports",
         "ragged",
     },
-    {"handshake", "consensus", "checks", "agreements", "memory", "point", "switching", "control", "sync", "decisions", "replay"},
+    {
+        "handshake",
+        "consensus",
+        "checks",
+        "agreements",
+        "memory",
+        "point",
+        "switching",
+        "control",
+        "stats_file",
+        "sync",
+        "decisions",
+        "replay",
+    },
     {"diagnostics"},
     {"engines"},
-    {"demo", "cli", "testing", "bench"},
+    {"demo", "cli", "testing", "bench", "bisect"},
 )
 """Modules and packages of the core, the lowest layer first."""
 
