@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         SpeculatorContext,
         Verdict,
     )
+    from specsync_core.engines.vllm_points import vllm_draft_steps
     from specsync_core.errors import (
         ControlError,
         EngineError,
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
 
 _NAMES_BY_MODULE = {
     "algorithm": ("Algorithm", "Batch", "Draft", "DraftNetwork", "Speculator", "SpeculatorContext", "Verdict"),
+    "engines.vllm_points": ("vllm_draft_steps",),
     "errors": (
         "ControlError",
         "EngineError",
@@ -114,6 +116,7 @@ __all__ = [
     "replay",
     "resolve_plan",
     "select_group",
+    "vllm_draft_steps",
 ]
 
 

@@ -29,6 +29,12 @@ logger = logging.getLogger("vllm.specsync")
 V2_MODULES = "vllm.v1.worker.gpu."
 """What the V2 runner is made of; everything else that is hooked belongs to the V1 runner."""
 
+LIMITS = (
+    "Agreement is not a correct distribution: all ranks follow group rank 0, right or wrong (vLLM #55005)."
+    " The number of KV-cache blocks is the engine's own, the smallest of all ranks."
+)
+"""Said once, on the line that says what is protected."""
+
 
 class Adapter:
     """One process of vLLM, which is one tensor-parallel rank.
@@ -119,12 +125,13 @@ class Adapter:
         slugs = sorted({site for point in self.points for site in point.sites if synced(site)})
         shown = [slug if (mode := self._plan.mode(slug)) == "sync" else f"{slug} ({mode})" for slug in slugs]
         logger.info(
-            "specsync: vllm %s, %s runner, %s, %d ranks: %s.",
+            "specsync: vllm %s, %s runner, %s, %d ranks: %s. %s",
             self.facts.version,
             "V2" if self.is_v2 else "V1",
             self.facts.algorithm,
             self.groups.tp.world_size,
             f"keeps {', '.join(shown)} in agreement" if shown else "every site is off, nothing is in agreement",
+            LIMITS,
         )
 
     # --- while it runs --------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from specsync_core import BroadcastPoint, Call, EngineFacts
+from specsync_core import BroadcastPoint, Call, EngineFacts, vllm_draft_steps
 
 METHOD = "dflash"
 
@@ -18,18 +18,7 @@ def points(engine: EngineFacts) -> Sequence[BroadcastPoint]:
     """The points of both runners; none for another engine or another method."""
     if engine.engine != "vllm" or engine.algorithm not in (None, METHOD):
         return ()
-    v1 = BroadcastPoint(
-        target="vllm.v1.spec_decode.llm_base_proposer.SpecDecodeBaseProposer._sample_draft_tokens",
-        when="after",
-        sites=("vllm-draft-step",),
-        site_of=lambda call: "vllm-draft-step" if call.result[0].numel() else None,
-        tensors_of=lambda call: (call.result[0],),
-        versions=">=0.24,<0.33",
-        signature=("self", "hidden_states", "sampling_metadata"),
-        only_if_imported=True,
-        proof="draft",
-    )
-    return (v1, *_v2())
+    return (*vllm_draft_steps("V1"), *_v2())
 
 
 def _v2() -> Sequence[BroadcastPoint]:

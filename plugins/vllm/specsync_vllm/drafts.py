@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from specsync_core import BroadcastPoint, EngineFacts, no_tensors
+from specsync_core import BroadcastPoint, EngineFacts, no_tensors, vllm_draft_steps
 
 KNOWN = ">=0.24,<0.33"
 PROPOSERS = "vllm.v1.spec_decode"
@@ -25,7 +25,7 @@ def points(engine: EngineFacts) -> Sequence[BroadcastPoint]:
         "suffix": _looked_up("suffix_decoding.SuffixDecodingProposer", _SUFFIX),
         "ngram_gpu": [_ngram_gpu(), _ngram_v2()],
         "medusa": [_medusa()],
-        "draft_model": draft_steps(),
+        "draft_model": vllm_draft_steps(),
     }
     return [point for method, of_it in found.items() if engine.algorithm in (None, method) for point in of_it]
 
@@ -107,39 +107,3 @@ def _ngram_v2() -> BroadcastPoint:
         only_if_imported=True,
         proof="draft",
     )
-
-
-def draft_steps() -> list[BroadcastPoint]:
-    """One step of a sharded draft model, in both runners.
-
-    Probabilities are not synchronised beside the tokens: they weigh only in the verdict, which is group rank 0's, made
-    from its own tokens and its own probabilities.
-    """
-    v1 = BroadcastPoint(
-        target=f"{PROPOSERS}.llm_base_proposer.SpecDecodeBaseProposer._sample_draft_tokens",
-        when="after",
-        sites=("vllm-draft-step",),
-        site_of=lambda call: "vllm-draft-step" if call.result[0].numel() else None,
-        tensors_of=lambda call: (call.result[0],),
-        versions=KNOWN,
-        signature=("self", "hidden_states", "sampling_metadata"),
-        only_if_imported=True,
-        proof="draft",
-    )
-    behind = ("idx_mapping", "temperature", "seeds", "draft_step", "draft_logits")
-    v2 = replace(
-        v1,
-        target=f"{SPECULATORS}.speculator.DraftModelSpeculator.sample_draft",
-        site_of=lambda call: "vllm-draft-step" if call.result.numel() else None,
-        tensors_of=lambda call: (call.result,),
-        versions=">=0.24,<0.29",
-        signature=("self", "hidden_states", "positions", *behind),
-        capture="any-communicator",
-    )
-    newer = ("self", "hidden_states", "sample_src_positions", *behind)
-    return [
-        v1,
-        v2,
-        replace(v2, versions=">=0.29,<0.32", signature=newer),
-        replace(v2, versions="==0.32.0", signature=(*newer, "spec_step_idx")),
-    ]
