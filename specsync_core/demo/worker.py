@@ -122,6 +122,7 @@ class Rank:
             sites=self.registry.sites,
             values=True,
             run_id=job.name,
+            modes={slug: planned.mode.value for slug, planned in plan.sites.items()},
         )
 
     def _engine(self, job: Job, sync: SpecTpSync, recorder: Recorder | None) -> Engine:

@@ -35,6 +35,9 @@ class Comparison:
     """Calls whose own values differed, and whose committed values were compared and equal."""
     agreed: Counter[str] = field(default_factory=Counter)
     """The same at sites of kind consensus, where own values are meant to differ."""
+    measured: Counter[str] = field(default_factory=Counter)
+    """Calls in which ranks went on with measurements of their own, as in modes off and audit. No decision yet."""
+    first_measured: Divergence | None = None
     first_unsettled: Divergence | None = None
     unsettled: Counter[str] = field(default_factory=Counter)
     """Calls whose own values differed, and whose committed values are not all known."""
@@ -85,7 +88,14 @@ def _compare_call(call: Call, aligned: Mapping[int, Call], header: Header, resul
             result.sites.add(slug)
             result.steps = (result.steps[0] if result.steps else call.step, call.step)
 
+    if (skip := _describe_skip(call, aligned, header)) is not None:
+        return skip
     differ_before, differ_after = _first_different(before), _first_different(after)
+    if differ_after is not None and header.is_measurement(call.site):
+        result.measured[slug] += 1
+        measured = _describe("after", differ_after, after, call, aligned, header, None)
+        result.first_measured = result.first_measured or measured
+        return None
     if differ_after is not None:
         mine = before.get(differ_after)
         equal_before = None if mine is None or mine.kind == "unknown" else mine.kind == "equal"
@@ -94,6 +104,33 @@ def _compare_call(call: Call, aligned: Mapping[int, Call], header: Header, resul
         own = _describe("before", differ_before, before, call, aligned, header, None)
         return _count_own_difference(own, before, after, header.is_consensus(call.site), result)
     return None
+
+
+def _describe_skip(call: Call, aligned: Mapping[int, Call], header: Header) -> Divergence | None:
+    """Whether some ranks left the sync of this call out while others took part in it."""
+    done = {rank: any(record.skipped for record in peer.after.values()) for rank, peer in aligned.items() if peer.after}
+    took_part = {rank for rank in aligned if not done.get(rank, False)}
+    skipped = tuple(rank for rank, is_skipped in done.items() if is_skipped)
+    if not skipped or not took_part:
+        return None
+    values = {rank: "left out" if rank in skipped else "took part" for rank in aligned}
+    return Divergence(
+        phase="after",
+        kind="skip",
+        site=header.slug(call.site),
+        step=call.step,
+        call=call.number,
+        group_rank=skipped[0],
+        odd_ranks=skipped,
+        has_majority=False,
+        reference_rank=header.group_rank,
+        tensor=None,
+        index=None,
+        own="left out",
+        rank0=values[header.group_rank],
+        values=values,
+        equal_before=None,
+    )
 
 
 def _count_own_difference(

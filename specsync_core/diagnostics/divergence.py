@@ -17,9 +17,9 @@ class Divergence:
     phase: Literal["before", "after"]
     """``after``: the values that everything is derived from. ``before``: own values, which a sync may heal; shapes
     that differ before it cannot be healed."""
-    kind: Literal["value", "shape", "path"]
+    kind: Literal["value", "shape", "path", "skip"]
     """``path``: the ranks went through different sites; ``own`` and ``rank0`` are then slugs, None for no site.
-    ``shape``: they are dtypes and sizes, as text."""
+    ``shape``: they are dtypes and sizes, as text. ``skip``: some ranks left the sync out, and others took part."""
     site: str
     step: int
     call: int
@@ -33,8 +33,8 @@ class Divergence:
     reference_rank: int
     """Rank 0, or the lowest rank whose recording is there."""
     tensor: str | None
-    index: int | None
-    """Flat index of the first different element; None when it lies behind the kept values."""
+    index: int | tuple[int, ...] | None
+    """Of the first different element, flat or as the counters have it; None when it lies behind the kept values."""
     own: Value | str | None
     rank0: Value | str | None
     """What the reference rank holds."""
@@ -42,6 +42,8 @@ class Divergence:
     """By group rank, of all ranks that were compared here."""
     equal_before: bool | None
     """Of phase ``after``: own values were equal before the sync; None when that was not seen."""
+    logit_gap: float | None = None
+    """Where the engine gave logits: the distance between the best two of the request that differed, on its rank."""
 
 
 @dataclass

@@ -12,8 +12,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from specsync_core.diagnostics import verdict as words
-from specsync_core.diagnostics.compare import Comparison, compare
+from specsync_core.diagnostics.behind import Missing, missing_calls
+from specsync_core.diagnostics.compare import compare
+from specsync_core.diagnostics.counted import read_counts
 from specsync_core.diagnostics.divergence import Divergence
+from specsync_core.diagnostics.dump import SUFFIX as DUMP_SUFFIX
+from specsync_core.diagnostics.dump import Dump, read_dump
+from specsync_core.diagnostics.environment import compare_environments
+from specsync_core.diagnostics.headline import headline
 from specsync_core.diagnostics.progress import (
     RankState,
     Wait,
@@ -30,12 +36,21 @@ RUNS_APART_S = 60.0
 """A recording that ended so long before another one began is of an earlier run: ranks meet before they decide."""
 
 Finding = Literal[
-    "drift-hang", "drift-crash", "silent-divergence", "dead-rank", "hang", "healed", "clean", "inconclusive"
+    "drift-hang",
+    "drift-crash",
+    "silent-divergence",
+    "dead-rank",
+    "hang",
+    "environment",
+    "healed",
+    "clean",
+    "inconclusive",
 ]
 """``drift-hang``: committed values differ, and a rank waits. ``drift-crash``: they differ, and a rank died or failed.
 ``silent-divergence``: they differ, and nothing hangs. ``dead-rank``: no difference seen; a rank is gone that others
-need. ``hang``: no difference seen; ranks wait. ``healed``: own values differed, committed values did not. ``clean``:
-values were compared and none differed. ``inconclusive``: nothing could be compared."""
+need. ``hang``: no difference seen; ranks wait. ``environment``: no difference seen; ranks run on different software,
+hardware or seeds, or on software that is known to be bad. ``healed``: own values differed, committed values did not.
+``clean``: values were compared and none differed. ``inconclusive``: nothing could be compared."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +58,10 @@ class Diagnosis:
     """What the recordings show, and no more."""
 
     finding: Finding
+    headline: str
+    """The answer in one sentence."""
     verdict: tuple[str, ...]
-    """Plain words, one statement a line, the most important first."""
+    """The evidence under it: plain words, one statement a line, the most important first."""
     divergence: Divergence | None
     """The first divergence of committed values."""
     first_healed: Divergence | None
@@ -64,6 +81,11 @@ class Diagnosis:
     """Ranks whose process died, or that ended by an exception, not counting those that gave up waiting."""
     behind_ranks: tuple[int, ...]
     """Ranks that are not as far as the farthest, by step and site calls in it; empty where nothing hangs."""
+    behind_at: Mapping[int, Missing]
+    """By group rank, the call that a rank which is behind, or ended, has not come to, where that is certain."""
+    checks: int
+    """Elements that the ranks' counters compared, by their dumps; 0 without dumps."""
+    mismatches: int
     reference_rank: int | None
     """The rank that the others were compared with."""
 
@@ -74,7 +96,8 @@ class Diagnosis:
 
     @property
     def text(self) -> str:
-        return "\n".join(self.verdict)
+        """Headline and evidence."""
+        return "\n".join((self.headline, *self.verdict))
 
     @property
     def _first(self) -> Divergence | None:
@@ -98,7 +121,7 @@ class Diagnosis:
         return self._first.tensor if self._first else None
 
     @property
-    def index(self) -> int | None:
+    def index(self) -> int | tuple[int, ...] | None:
         return self._first.index if self._first else None
 
     @property
@@ -133,59 +156,95 @@ def diagnose(
     Raises:
         RecordingError: the directory does not exist. Damaged files are no error; the verdict names them.
     """
+    return examine(recordings, exit_codes, hang_after_s=hang_after_s)[0]
+
+
+def examine(
+    recordings: StrPath | Iterable[StrPath],
+    exit_codes: Mapping[int, int | None] | None = None,
+    *,
+    hang_after_s: float = 1.0,
+) -> tuple[Diagnosis, words.Evidence]:
+    """`diagnose`, with the evidence that a report shows."""
     exit_codes = exit_codes or {}
-    chosen, notes = _choose(_read_all(recordings))
+    chosen, dumps, notes = _choose(_read_all(recordings))
     world_size = max((r.header.world_size for r in chosen.values()), default=max(exit_codes, default=-1) + 1)
     missing = tuple(rank for rank in range(world_size) if rank not in chosen)
-    states = {rank: rank_state(recording, exit_codes) for rank, recording in sorted(chosen.items())}
+    states = {rank: _state(chosen[rank], dumps.get(rank), exit_codes) for rank in sorted(chosen)}
     states |= {rank: missing_state(rank, exit_codes) for rank in missing}
     comparison = compare(chosen)
+    counted = read_counts(dumps)
+    divergence = comparison.divergence or counted.first(healed=False)
+    healed = comparison.first_healed or counted.first(healed=True)
+    environment = compare_environments(chosen, dumps)
     stuck = {rank: state for rank, state in sorted(states.items()) if state.is_stuck(hang_after_s)}
     dead = _dead_ranks(states)
-    finding = _finding(comparison, stuck, dead, states)
+    odd = any(difference.is_finding for difference in environment)
+    is_compared = bool(comparison.comparisons or counted.checks)
+    finding = _finding(divergence, stuck, dead, states) or (
+        "environment" if odd else "healed" if healed else "clean" if is_compared else "inconclusive"
+    )
     hangs = finding in ("drift-hang", "hang", "dead-rank")
     behind = behind_ranks(states) if hangs else ()
     evidence = words.Evidence(
         comparison=comparison,
+        divergence=divergence,
+        healed=healed,
         recordings=chosen,
+        dumps=dumps,
+        counted=counted,
+        environment=environment,
         states=dict(sorted(states.items())),
         stuck=stuck,
         dead=dead,
         behind=behind,
+        behind_at=missing_calls(chosen, states, (*behind, *dead)) if hangs and divergence is None else {},
         missing=missing,
         different_wait=first_different_wait(chosen) if hangs else None,
         notes=tuple(notes),
     )
+    return _diagnosis(finding, evidence, world_size), evidence
+
+
+def _diagnosis(finding: Finding, evidence: words.Evidence, world_size: int) -> Diagnosis:
+    comparison = evidence.comparison
     return Diagnosis(
         finding=finding,
+        headline=headline(finding, evidence),
         verdict=tuple(words.verdict_lines(finding, evidence)),
-        divergence=comparison.divergence,
-        first_healed=comparison.first_healed,
-        waits={rank: state.wait for rank, state in stuck.items() if state.wait is not None},
+        divergence=evidence.divergence,
+        first_healed=evidence.healed,
+        waits={rank: state.wait for rank, state in evidence.stuck.items() if state.wait is not None},
         healed=dict(sorted(comparison.healed.items())),
         agreed=dict(sorted(comparison.agreed.items())),
         comparisons=comparison.comparisons,
         world_size=world_size,
-        missing_ranks=missing,
-        dead_ranks=dead,
-        behind_ranks=behind,
+        missing_ranks=evidence.missing,
+        dead_ranks=evidence.dead,
+        behind_ranks=evidence.behind,
+        behind_at=dict(evidence.behind_at),
+        checks=evidence.counted.checks,
+        mismatches=evidence.counted.mismatches,
         reference_rank=comparison.reference_rank,
     )
 
 
+def _state(recording: Recording, dump: Dump | None, exit_codes: Mapping[int, int | None]) -> RankState:
+    """How one rank stands; a dump that is all there is, or that tells of a stall, says how long it waited at least."""
+    is_stall = dump is not None and (dump.recording is recording or not words.is_over(dump, recording))
+    return rank_state(recording, exit_codes, dump.written_s if dump is not None and is_stall else None)
+
+
 def _finding(
-    comparison: Comparison, stuck: Mapping[int, RankState], dead: Sequence[int], states: Mapping[int, RankState]
-) -> Finding:
-    if comparison.divergence is not None:
+    divergence: Divergence | None,
+    stuck: Mapping[int, RankState],
+    dead: Sequence[int],
+    states: Mapping[int, RankState],
+) -> Finding | None:
+    if divergence is not None:
         ended = any(state.is_abnormal for state in states.values())
         return "drift-hang" if stuck else "drift-crash" if ended else "silent-divergence"
-    if dead:
-        return "dead-rank"
-    if stuck:
-        return "hang"
-    if comparison.healed:
-        return "healed"
-    return "clean" if comparison.comparisons else "inconclusive"
+    return "dead-rank" if dead else "hang" if stuck else None
 
 
 def _dead_ranks(states: Mapping[int, RankState]) -> tuple[int, ...]:
@@ -198,11 +257,11 @@ def _dead_ranks(states: Mapping[int, RankState]) -> tuple[int, ...]:
     return tuple(sorted(ended)) if len(ended) < len(states) else ()
 
 
-def _read_all(recordings: StrPath | Iterable[StrPath]) -> Iterator[Recording | str]:
+def _read_all(recordings: StrPath | Iterable[StrPath]) -> Iterator[Recording | Dump | str]:
     """Read every file; a text says what was wrong with one."""
     for path in _paths(recordings):
         try:
-            yield read_recording(path)
+            yield read_dump(path) if path.name.endswith(".json") else read_recording(path)
         except RecordingError as error:
             yield str(error)
 
@@ -219,7 +278,7 @@ def _paths(recordings: StrPath | Iterable[StrPath]) -> list[Path]:
 
 
 def _looks_like_one(path: Path) -> bool:
-    if path.suffix == SUFFIX:
+    if path.suffix == SUFFIX or path.name.endswith(DUMP_SUFFIX):
         return True
     try:
         with open(path, "rb") as file:
@@ -228,15 +287,22 @@ def _looks_like_one(path: Path) -> bool:
         return False
 
 
-def _choose(found: Iterable[Recording | str]) -> tuple[dict[int, Recording], list[str]]:
-    """Keep one recording per group rank, of one run: the newest."""
+def _choose(
+    found: Iterable[Recording | Dump | str],
+) -> tuple[dict[int, Recording], dict[int, Dump], list[str]]:
+    """Keep one recording per group rank, of one run: the newest; and the dumps that belong to them."""
     notes: list[str] = []
-    readable = []
-    for recording in found:
-        if isinstance(recording, str):
-            notes.append(f"Not read: {recording}")
+    readable: list[Recording] = []
+    dumps: list[Dump] = []
+    for each in found:
+        if isinstance(each, str):
+            notes.append(f"Not read: {each}")
+        elif isinstance(each, Dump):
+            dumps.append(each)
         else:
-            readable.append(recording)
+            readable.append(each)
+    rings = {_writer(recording) for recording in readable}
+    readable += [dump.recording for dump in dumps if _writer(dump.recording) not in rings]
     readable.sort(key=lambda recording: recording.header.started_s, reverse=True)
     chosen: dict[int, Recording] = {}
     for recording in readable:
@@ -247,7 +313,14 @@ def _choose(found: Iterable[Recording | str]) -> tuple[dict[int, Recording], lis
             notes.append(f"Left out: {recording.path} is an older recording of rank {rank}.")
         else:
             chosen[rank] = recording
-    return dict(sorted(chosen.items())), notes
+    writers = {_writer(recording) for recording in chosen.values()}
+    own = sorted((dump for dump in dumps if _writer(dump.recording) in writers), key=lambda dump: dump.written_s)
+    return dict(sorted(chosen.items())), {dump.recording.header.group_rank: dump for dump in own}, notes
+
+
+def _writer(recording: Recording) -> tuple[object, ...]:
+    header = recording.header
+    return header.run_id, header.group_rank, header.pid, header.host.get("name"), header.started_s
 
 
 def _is_of_another_run(recording: Recording, newest: Recording) -> bool:

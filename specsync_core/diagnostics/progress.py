@@ -72,12 +72,16 @@ class RankState:
         return self.wait.failed is not None or self.wait.seconds is None or self.wait.seconds >= hang_after_s
 
 
-def rank_state(recording: Recording, exit_codes: Mapping[int, int | None]) -> RankState:
-    """Judge one rank by its recording, its exit code if given, else by asking after its process."""
+def rank_state(recording: Recording, exit_codes: Mapping[int, int | None], seen_s: float | None = None) -> RankState:
+    """Judge one rank by its recording, its exit code if given, else by asking after its process.
+
+    Args:
+        seen_s: wall time at which a dump saw it alive; how long a wait lasted at least, where nothing else tells.
+    """
     rank = recording.header.group_rank
     code = exit_codes.get(rank)
     status, ending = _status(recording, rank in exit_codes, code)
-    wait = open_wait(recording, time.time() if status == "running" and rank not in exit_codes else None)
+    wait = open_wait(recording, time.time() if status == "running" and rank not in exit_codes else seen_s)
     last = recording.records[-1] if recording.records else None
     return RankState(rank, status, ending, code, wait, last, _progress(recording), recording.truncated)
 
@@ -178,6 +182,8 @@ def _wait(recording: Recording, begin: Record, now_s: float | None, failed: str 
     is_sync = begin.kind == "before"
     last = recording.records[-1]
     until_s = last.wall_s if failed else now_s
+    if until_s is not None and until_s < begin.wall_s:
+        until_s = None  # a dump of an earlier moment
     return Wait(
         group_rank=header.group_rank,
         what=f"sync of {header.slug(begin.site_number)}" if is_sync else begin.what,

@@ -49,6 +49,7 @@ class Recorder:
             recording holds their checksums alone, and no text of a prompt.
         slots: size of the ring in records (one per tensor, before and after; two per wait), 216 bytes each.
         run_id: any text that is equal on the ranks of one run and different in the next.
+        modes: the sites' modes by slug, so that a reader knows what a rank was meant to keep to itself.
         versions: of software and hardware, by name; None finds out.
 
     Raises:
@@ -72,6 +73,7 @@ class Recorder:
         prompts: bool = False,
         slots: int = 16384,
         run_id: str = "",
+        modes: Mapping[str, str] | None = None,
         versions: Mapping[str, str | None] | None = None,
     ) -> None:
         self.path = Path(path)
@@ -100,6 +102,7 @@ class Recorder:
             "versions": library_versions() if versions is None else dict(versions),
             "started_s": time.time(),
             "sites": {str(s.number): [s.slug, s.kind, [spec.name for spec in s.tensors], s.cause] for s in sites},
+            "modes": dict(modes or {}),
             "generators": generators(),
         }
         """The header: who writes, under what plan, with what software."""

@@ -94,7 +94,7 @@ class SiteEntry:
     """``broadcast``, ``consensus`` or ``check``."""
     tensors: tuple[str, ...]
     cause: str = ""
-    """``memory`` of a measurement: ranks may hold different values without having decided differently."""
+    """Why ranks may differ: ``memory``, ``rng``, ``float``, ``host``."""
 
 
 @dataclass(frozen=True)
@@ -121,9 +121,13 @@ class Header:
     generators: Mapping[str, Any] = field(default_factory=dict)
     """Seeds and offsets of the process's generators when the recorder began (`specsync_core.diagnostics.facts`)."""
 
+    modes: Mapping[str, str] = field(default_factory=dict)
+    """By slug, as the plan had them at the start; empty when the recorder was not told."""
+
     def is_measurement(self, number: int) -> bool:
+        """Whether ranks go on with a measurement of their own here, which differs by nature and decides nothing yet."""
         entry = self.sites.get(number)
-        return entry is not None and entry.kind == "consensus" and entry.cause == "memory"
+        return entry is not None and entry.cause == "memory" and self.modes.get(entry.slug) in ("audit", "off")
 
     def is_consensus(self, number: int) -> bool:
         entry = self.sites.get(number)
@@ -317,6 +321,7 @@ def parse_header(fields: Mapping[str, Any], slot_count: int) -> Header:
         slot_count=slot_count,
         sites=sites,
         generators=dict(fields.get("generators", {})),
+        modes=dict(fields.get("modes", {})),
     )
 
 

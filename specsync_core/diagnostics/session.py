@@ -142,6 +142,7 @@ def _open_recorder(folder: Path, group: Group, plan: Plan, environment: Environm
             values=environment.record_values,
             prompts=environment.record_prompts,
             run_id=folder.name,
+            modes={slug: planned.mode.value for slug, planned in plan.sites.items()},
             versions=library_versions(plugins),
         )
     except RecordingError as error:

@@ -6,11 +6,19 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
+from specsync_core.diagnostics.behind import Missing
 from specsync_core.diagnostics.compare import Comparison
+from specsync_core.diagnostics.counted import Counted, SiteCount
 from specsync_core.diagnostics.divergence import Divergence
+from specsync_core.diagnostics.dump import Dump
+from specsync_core.diagnostics.environment import Difference
 from specsync_core.diagnostics.facts import BAD_NCCL
 from specsync_core.diagnostics.progress import RankState, Wait
 from specsync_core.diagnostics.recording import Recording, Value
+
+NEAR_TIE = 0.02
+"""Logits so close that the order of an all-reduce's sums may decide between them; bfloat16 has steps of 1/128 at 1."""
+SHOWN_FRAMES = 4
 
 
 @dataclass(frozen=True)
@@ -18,11 +26,20 @@ class Evidence:
     """What the doctor gathered, by group rank."""
 
     comparison: Comparison
+    divergence: Divergence | None
+    """Of committed values: by the recordings, or where they hold none by the counters."""
+    healed: Divergence | None
+    """The first of own values, of the same sources."""
     recordings: Mapping[int, Recording]
+    dumps: Mapping[int, Dump]
+    counted: Counted
+    environment: tuple[Difference, ...]
     states: Mapping[int, RankState]
     stuck: Mapping[int, RankState]
     dead: tuple[int, ...]
     behind: tuple[int, ...]
+    behind_at: Mapping[int, Missing]
+    """By group rank, the call that a rank that is behind, or ended, has not come to."""
     missing: tuple[int, ...]
     different_wait: tuple[int, Mapping[int, tuple[str, str]]] | None
     notes: tuple[str, ...]
@@ -30,29 +47,32 @@ class Evidence:
 
 def verdict_lines(finding: str, evidence: Evidence) -> Iterator[str]:
     """Say it, the most important line first."""
-    comparison = evidence.comparison
-    if comparison.divergence is not None:
-        yield from _divergence_lines(comparison.divergence)
+    if evidence.divergence is not None:
+        yield from _divergence_lines(evidence.divergence)
+    yield from _measured_lines(evidence)
     yield from _dead_lines(evidence)
     yield from _wait_lines(evidence)
     if finding in ("hang", "dead-rank"):
         yield from _no_divergence_lines(finding, evidence)
     if finding == "silent-divergence":
         yield "Nothing hangs: the ranks committed different values silently, and go on with different states."
-    if finding == "healed" and comparison.first_healed is not None:
-        yield f"Healed: {_what_differs(comparison.first_healed)}, before the sync."
+    if finding == "healed" and evidence.healed is not None:
+        yield f"Healed: {_what_differs(evidence.healed)}, before the sync{_gap(evidence.healed)}."
         yield "Every committed value that was compared is equal on all ranks."
     if finding == "clean":
-        yield "No divergence."
+        yield "No divergence was seen in what is listed below."
     if finding == "inconclusive":
         yield "Nothing could be compared, so nothing is said about the ranks' agreement."
     yield from _count_lines(evidence)
+    yield from _counter_lines(evidence)
     yield from _caveat_lines(evidence)
 
 
 def _divergence_lines(found: Divergence) -> Iterator[str]:
-    yield f"First divergence: {_what_differs(found)}."
-    if found.kind == "path":
+    yield f"First divergence: {_what_differs(found)}{_gap(found)}."
+    if found.kind == "skip":
+        yield "From there on the calls of these ranks do not match, whatever their values are."
+    elif found.kind == "path":
         yield "No value at a declared site differed before it: the ranks chose by something that no site declares."
     elif found.phase == "before":
         yield "The shapes differed before the sync: the batches differed already, by something that no site declares."
@@ -62,12 +82,22 @@ def _divergence_lines(found: Divergence) -> Iterator[str]:
         yield "They differed before the sync too, and were not healed: the site is off, or in audit mode."
 
 
+def _gap(found: Divergence) -> str:
+    if found.logit_gap is None:
+        return ""
+    close = ": near a tie, rounding decides" if found.logit_gap < NEAR_TIE else ""
+    return f" (its two best logits there are {found.logit_gap:.3g} apart{close})"
+
+
 def _what_differs(found: Divergence) -> str:
     odd = rank_list(found.odd_ranks)
     others = tuple(rank for rank in sorted(found.values) if rank not in found.odd_ranks)
     if found.kind == "path":
         went = ", ".join(f"rank {rank} went to {_site(slug)}" for rank, slug in sorted(found.values.items()))
         where = f"step {found.step}: {went}"
+    elif found.kind == "skip":
+        call = f"{found.site}, step {found.step}, call {found.call}"
+        where = f"{call}: {odd} left the sync out, {rank_list(others)} took part"
     else:
         where = f"{found.site}, step {found.step}, call {found.call}: {_held(found, others)}"
     if found.has_majority:
@@ -79,9 +109,21 @@ def _held(found: Divergence, others: tuple[int, ...]) -> str:
     if found.kind == "value" and found.index is None:
         between = f"{rank_list(found.odd_ranks)} and {rank_list(others)}"
         return f"{found.tensor} differs between {between}, behind the values that were kept"
-    name = f"{found.tensor}[{found.index}]" if found.kind == "value" else found.tensor
+    index = ", ".join(map(str, found.index)) if isinstance(found.index, tuple) else str(found.index)
+    name = f"{found.tensor}[{index}]" if found.kind == "value" and found.index != () else found.tensor
     held = " and ".join(f"{show(found.values[rank])} on rank {rank}" for rank in (*found.odd_ranks, *others))
     return f"{name} is {held}"
+
+
+def _measured_lines(evidence: Evidence) -> Iterator[str]:
+    comparison = evidence.comparison
+    if comparison.first_measured is not None:
+        counts = ", ".join(f"{slug} {count}" for slug, count in sorted(comparison.measured.items()))
+        first = _what_differs(comparison.first_measured)
+        yield (
+            f"Each rank went by its own measurement (calls): {counts}; first {first}."
+            " Measurements differ by nature; in mode sync the ranks would have agreed on one."
+        )
 
 
 def _dead_lines(evidence: Evidence) -> Iterator[str]:
@@ -132,6 +174,26 @@ def _wait_lines(evidence: Evidence) -> Iterator[str]:
     for rank in evidence.behind:
         step, calls = evidence.states[rank].progress or (0, 0)
         yield f"Rank {rank} is behind: in step {step}, after {calls} site calls in it{_ahead(evidence)}."
+    for missing in evidence.behind_at.values():
+        inside = "which" if missing.is_inside else "which by now has left it, and which"
+        yield (
+            f"The first call that rank {missing.group_rank} has not come to is {missing.site}, call {missing.call}, in"
+            f" step {missing.step}; rank {missing.ahead_rank}, {inside} is farthest, has."
+        )
+    yield from _stack_lines(evidence)
+
+
+def _stack_lines(evidence: Evidence) -> Iterator[str]:
+    for rank, dump in evidence.dumps.items():
+        frames = next((lines for name, lines in dump.stacks.items() if name.startswith("MainThread ")), [])
+        if shown := [_short(frame) for frame in frames[-SHOWN_FRAMES:]]:
+            yield f"Rank {rank}'s main thread, at {clock(dump.written_s)}: {' > '.join(shown)}."
+
+
+def _short(frame: str) -> str:
+    """The last two parts of a frame's path."""
+    path, _, rest = frame.rpartition(":")
+    return "/".join(path.replace("\\", "/").split("/")[-2:]) + ":" + rest
 
 
 def _ahead(evidence: Evidence) -> str:
@@ -191,6 +253,33 @@ def _count_lines(evidence: Evidence) -> Iterator[str]:
         )
 
 
+def _counter_lines(evidence: Evidence) -> Iterator[str]:
+    """What the ranks' own counters say: evidence that the comparison ran, whatever the recordings hold."""
+    counted = evidence.counted
+    for rank in sorted({each.group_rank for each in counted.sites if each.checks}):
+        own = [each for each in counted.sites if each.group_rank == rank and not each.is_consensus]
+        checks, mismatches = sum(each.checks for each in own), sum(each.mismatches for each in own)
+        if checks:
+            plural = "" if mismatches == 1 else "es"
+            yield f"Rank {rank}'s counters: {mismatches:,} mismatch{plural} in {checks:,} checks at {len(own)} sites."
+    for each in counted.sites:
+        if each.first is not None and not each.is_consensus:
+            yield f"  {_counted_site(each)}"
+
+
+def _counted_site(each: SiteCount) -> str:
+    first = each.first
+    assert first is not None
+    what = f"{first.get('tensor', 'value')}{list(first.get('index') or ()) or ''}"
+    gap = first.get("logit_gap")
+    close = f", two best logits {gap:.3g} apart" if isinstance(gap, (int, float)) else ""
+    return (
+        f"{each.site} ({each.mode}): {each.mismatches:,} mismatches in {each.checks:,} checks, first in step"
+        f" {first['step']}, call {first.get('call')}: {what} is {show(first['own'])} on rank {each.group_rank} and"
+        f" {show(first['rank0'])} on rank 0{close}."
+    )
+
+
 def _caveat_lines(evidence: Evidence) -> Iterator[str]:
     """What could not be seen, or makes the comparison doubtful."""
     recordings = evidence.recordings
@@ -205,9 +294,18 @@ def _caveat_lines(evidence: Evidence) -> Iterator[str]:
         )
     for rank, recording in recordings.items():
         yield from _recording_caveats(rank, recording)
-    for name, values in _differing(recordings):
-        yield f"The ranks differ in their {name}: {values}."
+    for difference in evidence.environment:
+        yield difference.text
+    for rank, dump in evidence.dumps.items():
+        if rank in recordings and is_over(dump, recordings[rank]):
+            yield f"Rank {rank} wrote a dump at {clock(dump.written_s)}, and went on since: {dump.reason}."
     yield from evidence.notes
+
+
+def is_over(dump: Dump, recording: Recording) -> bool:
+    """Whether the rank has recorded more since its dump."""
+    then, now = dump.recording.records, recording.records
+    return bool(now) and (not then or now[-1].sequence > then[-1].sequence)
 
 
 def _recording_caveats(rank: int, recording: Recording) -> Iterator[str]:
@@ -224,19 +322,6 @@ def _recording_caveats(rank: int, recording: Recording) -> Iterator[str]:
     elif recording.torn or recording.lost:
         count = max(recording.torn, recording.lost)
         yield f"Rank {rank}: {count} records could not be read (torn while they were written)."
-
-
-def _differing(recordings: Mapping[int, Recording]) -> Iterator[tuple[str, str]]:
-    headers = {rank: recording.header for rank, recording in recordings.items()}
-    facts: dict[str, dict[int, object]] = {
-        "plan digest": {rank: header.plan_digest for rank, header in headers.items()},
-        "world size": {rank: header.world_size for rank, header in headers.items()},
-    }
-    for name in sorted({name for header in headers.values() for name in header.versions}):
-        facts[f"{name} version"] = {rank: header.versions.get(name) for rank, header in headers.items()}
-    for name, by_rank in facts.items():
-        if len(set(by_rank.values())) > 1:
-            yield name, ", ".join(f"{value} on rank {rank}" for rank, value in sorted(by_rank.items()))
 
 
 def place(what: str, detail: str) -> str:
