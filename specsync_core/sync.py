@@ -100,6 +100,7 @@ class SpecTpSync:
             logger.warning(warning)
         self.transports: dict[str, Choice] = {}
         """By requested name: which transport was taken for it, and why."""
+        self._counting: list[CountingTransport] = []
         self._counters = {
             slug: SiteCounter(planned.site, planned.mode.value, self._group.rank_in_group)
             for slug, planned in self.plan.sites.items()
@@ -271,7 +272,9 @@ class SpecTpSync:
         if requested not in self.transports:
             store, timeout_s = self._store, self.plan.timeout_s
             exchange = None if store is None else lambda topic, payload: store.exchange(topic, payload, timeout_s)
-            self.transports[requested] = choose_transport(requested, self._group, exchange)
+            choice = self.transports[requested] = choose_transport(requested, self._group, exchange)
+            if isinstance(choice.transport, CountingTransport):  # asked once: 30 us for a protocol
+                self._counting.append(choice.transport)
         return self.transports[requested].transport
 
     def agree(self, site: Site | str | int, value: Any, op: Op = "root", *, group: Group | None = None) -> Any:
@@ -392,9 +395,8 @@ class SpecTpSync:
             self._stats_file.step()
         if self.control is not None:
             self.control.begin_step(self.step)
-        for choice in self.transports.values():
-            if isinstance(choice.transport, CountingTransport):
-                choice.transport.set_step(self.step)
+        for transport in self._counting:
+            transport.set_step(self.step)
 
     def change_modes(self, modes: Mapping[str, Mode], origin: str) -> None:
         """Replace the plan by one with other modes; `LiveControl` does so on all ranks at the same step.
