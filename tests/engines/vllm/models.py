@@ -1,9 +1,9 @@
-"""Tiny random models for a vLLM engine on CPU: a target, a draft model, and heads for EAGLE, EAGLE-3 and DFlash.
+"""Tiny random models for a vLLM engine on CPU: targets, a draft model, and heads for EAGLE, EAGLE-3, MTP and DFlash.
 
     python models.py FOLDER
 
-Run by the engine's own Python. The head ``eagle`` repeats the token that the target has just predicted, so that some
-of its drafts are accepted; the others are random, and nearly nothing of them is.
+Run by the engine's own Python. The heads of EAGLE and MTP repeat the token that the target has just predicted, so that
+some of their drafts are accepted; the others are random, and nearly nothing of them is.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 VOCABULARY, HIDDEN, MLP, HEADS, KV_HEADS, HEAD = 512, 256, 512, 4, 2, 64
 
@@ -31,6 +31,7 @@ def main() -> None:
     head = load_file(folder / "target" / "model.safetensors")["lm_head.weight"]
     make_eagle3(folder / "eagle3", base, head)
     make_dflash(folder / "dflash")
+    make_mimo(folder / "mimo")
 
 
 def make_llama(path: Path, layers: int, seed: int) -> None:
@@ -50,6 +51,10 @@ def make_llama(path: Path, layers: int, seed: int) -> None:
         tie_word_embeddings=False,
     )
     LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(path)
+    save_tokenizer(path)
+
+
+def save_tokenizer(path: Path) -> None:
     words = Tokenizer(models.WordLevel({f"t{index}": index for index in range(VOCABULARY)}, unk_token="t0"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     named = {"unk_token": "t0", "bos_token": "t1", "eos_token": "t2", "pad_token": "t0"}
@@ -142,6 +147,37 @@ def make_dflash(path: Path) -> None:
         weights |= layer(f"layers.{index}", ("input_layernorm", "post_attention_layernorm"), head_norms=True)
     weights |= {"fc.weight": noise(HIDDEN, 2 * HIDDEN, size=0.05), "hidden_norm.weight": ones(HIDDEN)}
     save(path, config, weights | {"norm.weight": ones(HIDDEN)})
+
+
+def make_mimo(path: Path) -> None:
+    """MiMo: Qwen 2 with a layer for one more token in the same checkpoint. That layer passes the hidden state on."""
+    torch.manual_seed(9)
+    config = Qwen2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=HIDDEN,
+        intermediate_size=MLP,
+        num_hidden_layers=2,
+        num_attention_heads=HEADS,
+        num_key_value_heads=KV_HEADS,
+        max_position_embeddings=1024,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+        tie_word_embeddings=False,
+    )
+    Qwen2ForCausalLM(config).to(torch.bfloat16).save_pretrained(path)
+    save_tokenizer(path)
+    target = load_file(path / "model.safetensors")
+    extra = "model.mtp_layers.0"
+    norms = ("input_layernorm", "post_attention_layernorm", "token_layernorm", "hidden_layernorm", "final_layernorm")
+    weights = layer(extra, norms)
+    for name, width in (("q", HEADS), ("k", KV_HEADS), ("v", KV_HEADS)):
+        weights[f"{extra}.self_attn.{name}_proj.bias"] = torch.zeros(width * HEAD, dtype=torch.bfloat16)
+    weights[f"{extra}.input_proj.weight"] = torch.eye(HIDDEN, 2 * HIDDEN).to(torch.bfloat16)
+    weights[f"{extra}.self_attn.o_proj.weight"].zero_()
+    weights[f"{extra}.mlp.down_proj.weight"].zero_()
+    base = json.loads((path / "config.json").read_text())
+    save(path, base | {"architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}, target | weights)
 
 
 if __name__ == "__main__":

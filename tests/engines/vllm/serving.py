@@ -1,33 +1,26 @@
-"""Run the real engine on two CPU ranks, round after round, and keep what came of it for the table in the docs."""
+"""Run the real engine on two CPU ranks, round after round, and read what it said."""
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import signal
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from tests.engines.vllm.environment import HERE, environment_path, models_path, python_of
+from tests.engines.vllm.environment import HERE, NEWEST, environment, models_path
 
-VERSION = "0.32.0"
 LIMIT_S = 600.0
 """Time that a run may take; machines that run tests are often busy."""
 HANG_S = 60.0
-"""Silence in a round that counts as a hang; a round of the size used here takes a few seconds."""
-HOT = "T=0.7"
-
-EAGLE = {"method": "eagle", "model": "eagle", "num_speculative_tokens": 3}
-NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
-DRAFT_MODEL = {"method": "draft_model", "model": "draft", "num_speculative_tokens": 3}
-EAGLE3 = {"method": "eagle3", "model": "eagle3", "num_speculative_tokens": 3}
-DFLASH = {"method": "dflash", "model": "dflash", "num_speculative_tokens": 3}
+"""Silence in a round that counts as a hang; a round of the size used here takes a few seconds, in the V2 runner ten."""
 V2 = {"SHIM_TRITON_INTERPRETER": "1", "VLLM_USE_V2_MODEL_RUNNER": "1"}
 ASYNC = {"SHIM_ASYNC": "1"}
 
@@ -36,20 +29,14 @@ ASYNC = {"SHIM_ASYNC": "1"}
 class Setup:
     speculation: dict[str, Any]
     faults: tuple[str, ...]
-    """Rounds with a fault, greedy; a clean one comes before, one at `HOT` after."""
-    variables: tuple[tuple[str, str], ...] = ()
+    """Rounds with a fault."""
+    variables: dict[str, str] = field(default_factory=dict)
+    target: str = "target"
+    tokens: int = 24
 
-
-VERDICTS = ("tok@4", "acc-1@4", "acc+1@4", "draft@4")
-SETUPS = {
-    "V1, eagle": Setup(EAGLE, (*VERDICTS, "gate@4")),
-    "V1, ngram": Setup(NGRAM, ("tok@4", "acc-1@4", "draft@4", "draftlen@4")),
-    "V1, draft_model": Setup(DRAFT_MODEL, VERDICTS),
-    "V1, eagle3": Setup(EAGLE3, VERDICTS),
-    "V1, dflash": Setup(DFLASH, VERDICTS),
-    "V1, async, eagle": Setup(EAGLE, VERDICTS, tuple(ASYNC.items())),
-    "V2, eagle": Setup(EAGLE, ("tok@4", "acc-1@4", "draft@4", "seed@all"), tuple(V2.items())),
-}
+    @property
+    def is_v2(self) -> bool:
+        return V2.items() <= self.variables.items()
 
 
 @dataclass(frozen=True)
@@ -60,6 +47,12 @@ class Round:
     steps: int
     differing: int
     """Steps in which the two ranks' models were fed different tokens or positions."""
+    decisions: int
+    """Calls at specsync's sites in which rank 1 differed: healed under sync, only counted under audit."""
+
+    @property
+    def tokens_per_s(self) -> float:
+        return sum(map(len, self.tokens)) / self.seconds
 
 
 @dataclass(frozen=True)
@@ -75,25 +68,65 @@ class Run:
     def round(self, fault: str) -> Round:
         return next(found for found in self.rounds if found.fault == fault)
 
-    def count(self, name: str) -> int:
-        """Sum one of `SiteStats`' numbers over sites and ranks."""
-        return sum(site[name] for worker in self.stats for site in worker["stats"].values())
+    def mismatched_calls(self, site: str) -> int:
+        return sum(worker["stats"].get(site, {}).get("mismatched_calls", 0) for worker in self.stats)
 
 
-@cache
-def matrix_run(name: str, policy: str) -> Run:
-    """Serve all rounds of a setup under a policy, in one engine; a fault that hangs only where it is healed."""
-    setup = SETUPS[name]
-    faults = [fault for fault in setup.faults if policy == "all" or not fault.startswith("gate")]
-    run = serve(setup, policy, ["", *faults, HOT])
-    if run.ended:
-        keep(name, policy, run)
-    return run
+def serve(
+    setup: Setup,
+    policy: str,
+    rounds: Sequence[str],
+    *,
+    version: str = NEWEST,
+    fork: bool = True,
+    max_len: int = 512,
+    prompt_times: int = 1,
+    hang_s: float = HANG_S,
+    **variables: str,
+) -> Run:
+    """Start the engine, serve, and end it.
+
+    Args:
+        fork: start it from a process that has imported the engine already.
+        prompt_times: how often each prompt is repeated.
+        hang_s: silence in a round that counts as a hang.
+    """
+    own = {"SPECSYNC_SITES": policy, "SPECSYNC_TIMEOUT_S": "120", **setup.variables, **variables}
+    job = {
+        "model": str(models_path(version) / setup.target),
+        "speculation": _with_paths(setup.speculation, models_path(version)),
+        "rounds": list(rounds),
+        "tokens": setup.tokens,
+        "max_len": max_len,
+        "prompt_times": prompt_times,
+        "environ": own,
+        "log": str(environment(version).path / "last.log"),
+    }
+    log = Path(job["log"])
+    log.unlink(missing_ok=True)
+    started = time.monotonic()
+    if fork:
+        group, lives = _forked(version, setup.is_v2, job)
+    else:
+        group, lives = _started(version, own, job)
+    try:
+        ended = _wait(lives, log, hang_s)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(group, signal.SIGKILL)  # its workers, too: all of them were started here
+    return parse(log.read_text(), ended, time.monotonic() - started)
 
 
-def serve(setup: Setup, policy: str, rounds: Sequence[str], **variables: str) -> Run:
-    """Start the engine, serve, and end it."""
-    environ = os.environ | {
+def _with_paths(speculation: dict[str, Any], models: Path) -> dict[str, Any]:
+    """The heads and draft models are sharded as the target is."""
+    model = {"model": str(models / speculation["model"])} if "model" in speculation else {}
+    looks_up = speculation["method"] in ("ngram", "suffix")
+    return speculation | model | ({} if looks_up else {"draft_tensor_parallel_size": 2})
+
+
+def environ_of(version: str) -> dict[str, str]:
+    """The environment variables of an engine on two CPU ranks."""
+    return os.environ | {
         "PYTHONPATH": str(HERE / "shim"),
         "HF_HUB_OFFLINE": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -104,50 +137,76 @@ def serve(setup: Setup, policy: str, rounds: Sequence[str], **variables: str) ->
         "VLLM_NO_USAGE_STATS": "1",
         "GLOO_SOCKET_IFNAME": "lo",
         "VLLM_HOST_IP": "127.0.0.1",
-        "SPECSYNC_SITES": policy,
-        "SPECSYNC_TIMEOUT_S": "120",
-        **dict(setup.variables),
-        **variables,
+        "PATH": f"{environment(version).path / 'bin'}:{os.environ['PATH']}",
     }
-    command = [str(python_of(VERSION)), "engine.py", str(models_path(VERSION)), json.dumps(setup.speculation)]
-    log = environment_path(VERSION) / "last.log"
-    started = time.monotonic()
-    with log.open("w") as sink:
+
+
+Lives = Callable[[], bool]
+
+
+def _started(version: str, own: dict[str, str], job: dict[str, Any]) -> tuple[int, Lives]:
+    with Path(job["log"]).open("w") as sink:
         process = subprocess.Popen(
-            [*command, "--rounds", json.dumps(list(rounds))],
+            [str(environment(version).python), "engine.py", json.dumps(job)],
             cwd=HERE,
-            env=environ,
+            env=environ_of(version) | own,
+            stdin=subprocess.DEVNULL,
             stdout=sink,
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-        try:
-            ended = _wait(process, log)
-        finally:
-            _kill(process)
-    return parse(log.read_text(), ended, time.monotonic() - started)
+    return process.pid, lambda: process.poll() is None
 
 
-def _wait(process: subprocess.Popen[bytes], log: Path) -> bool:
+def _forked(version: str, is_v2: bool, job: dict[str, Any]) -> tuple[int, Lives]:
+    server = _server(version, is_v2)
+    assert server.stdin is not None
+    server.stdin.write(json.dumps(job) + "\n")
+    server.stdin.flush()
+    pid = _answer(server, "FORKED")
+    return pid, lambda: Path(f"/proc/{pid}").exists()
+
+
+@cache
+def _server(version: str, is_v2: bool) -> subprocess.Popen[str]:
+    """The process that has imported the engine; it ends when the tests do."""
+    with (environment(version).path / "server.log").open("w") as sink:
+        server = subprocess.Popen(
+            [str(environment(version).python), "engine.py", "--serve"],
+            cwd=HERE,
+            env=environ_of(version) | (V2 if is_v2 else {}),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=sink,
+            text=True,
+        )
+    atexit.register(server.kill)
+    _answer(server, "READY")
+    return server
+
+
+def _answer(server: subprocess.Popen[str], word: str) -> int:
+    assert server.stdout is not None
+    for line in server.stdout:
+        if line.startswith(f"{word} "):
+            return int(line.split()[1])
+    raise AssertionError(f"the engine's server ended before it said {word}: see server.log in its environment")
+
+
+def _wait(lives: Lives, log: Path, hang_s: float) -> bool:
     """True when the engine said all that it has to say, or ended by itself; it takes long to shut down."""
     deadline = time.monotonic() + LIMIT_S
     seen, since = 0, time.monotonic()
-    while process.poll() is None:
-        text = log.read_text()
+    while lives():
+        text = log.read_text() if log.exists() else ""
         if "\nACCEPTED " in text:
             return True
         if len(text) != seen or "\nROUND " not in text:
             seen, since = len(text), time.monotonic()
-        if time.monotonic() > deadline or time.monotonic() - since > HANG_S:
+        if time.monotonic() > deadline or time.monotonic() - since > hang_s:
             return False
-        time.sleep(0.5)
+        time.sleep(0.2)
     return True
-
-
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)  # its workers, too: this test started them all
-    process.wait()
 
 
 def parse(log: str, ended: bool, seconds: float) -> Run:
@@ -158,33 +217,3 @@ def parse(log: str, ended: bool, seconds: float) -> Run:
         if word in said:
             said[word].append(json.loads(rest))
     return Run(tuple(Round(**values) for values in said["ROUND"]), *(said["STATS"] or [[]]), ended, seconds, log)
-
-
-def results_path() -> Path:
-    return environment_path(VERSION) / "results"
-
-
-def keep(name: str, policy: str, run: Run) -> None:
-    """Write a run down for `tests.engines.vllm.table`."""
-    results_path().mkdir(exist_ok=True)
-    clean = run.round("").tokens
-    rounds = [
-        {
-            "fault": found.fault,
-            "steps": found.steps,
-            "differing": found.differing,
-            "same": found.tokens == clean,
-            "tokens_per_s": sum(map(len, found.tokens)) / found.seconds,
-        }
-        for found in run.rounds
-    ]
-    kept = {"setup": name, "policy": policy, "rounds": rounds, "mismatched_calls": run.count("mismatched_calls")}
-    file = results_path() / f"{name.replace(', ', '-')}-{policy.replace(':', '-')}.json"
-    file.write_text(json.dumps(kept, indent=1))
-
-
-def keep_hang(name: str, fault: str) -> None:
-    """Write down that a round with this fault did not end with every site off."""
-    results_path().mkdir(exist_ok=True)
-    kept = {"setup": name, "policy": "off", "rounds": [{"fault": fault, "hung": True}]}
-    (results_path() / f"{name.replace(', ', '-')}-hang.json").write_text(json.dumps(kept, indent=1))

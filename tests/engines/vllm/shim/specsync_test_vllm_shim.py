@@ -1,7 +1,9 @@
 """A vLLM plugin for tests: changes one decision on rank 1, and writes down what each rank's model is fed.
 
-`arm` is called between rounds, with one of tok, acc-1, acc+1, draft, draftlen, gate, seed, exc, or an empty text, and
-the numbers of the verify steps in which it strikes. SHIM_ASYNC=1 allows async scheduling, which vLLM turns off on CPU.
+`arm` is called between rounds, with one of tok, acc-1, acc+1, draft, draftlen, gate, seed, exc, hook, or an empty text,
+and the numbers of the verify steps in which it strikes. ``exc`` raises in the engine's function, ``hook`` returns what
+makes specsync's hook behind it raise. SHIM_ASYNC=1 allows async scheduling, and SHIM_FORK=1 forked workers: vLLM's
+defaults, which it turns off on CPU.
 
 It wraps the engine's functions before the worker's device is there, so it is inside of what specsync hooks later: a
 fault strikes the rank's own decision, and not what was agreed on.
@@ -10,6 +12,7 @@ fault strikes the rank's own decision, and not what was agreed on.
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Callable
 from functools import wraps
@@ -19,7 +22,8 @@ from typing import Any
 VICTIM = 1
 _fault, _at = "", ""
 _verify_step = 0
-_proposing_s = 0.0
+_proposing_s, _proposals = 0.0, 0
+"""What looking drafts up on the host took, and how often it was done."""
 _fed: list[Any] = []
 """What the target's forwards were fed since the last `arm`: token ids and positions."""
 
@@ -27,8 +31,8 @@ _fed: list[Any] = []
 def register() -> None:
     from vllm.v1.worker.worker_base import WorkerWrapperBase
 
-    if os.environ.get("SHIM_ASYNC"):
-        allow_async_scheduling()
+    if os.environ.get("SHIM_ASYNC") or os.environ.get("SHIM_FORK"):
+        undo_the_platforms_choices()
     original = WorkerWrapperBase.init_device
     if hasattr(original, "_test_shim"):
         return
@@ -44,7 +48,7 @@ def register() -> None:
     WorkerWrapperBase.init_device = init_device
 
 
-def allow_async_scheduling() -> None:
+def undo_the_platforms_choices() -> None:
     from vllm.platforms import current_platform
 
     platform = type(current_platform)
@@ -54,18 +58,21 @@ def allow_async_scheduling() -> None:
 
     def check(cls: Any, vllm_config: Any) -> None:
         original(cls, vllm_config)
-        vllm_config.scheduler_config.async_scheduling = True
+        if os.environ.get("SHIM_ASYNC"):
+            vllm_config.scheduler_config.async_scheduling = True
+        if os.environ.get("SHIM_FORK"):
+            os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
 
     platform.check_and_update_config = classmethod(check)
     platform._test_shim = True
 
 
-def arm(worker: Any, fault: str, at: str) -> list[Any]:
+def arm(worker: Any, fault: str, at: str) -> dict[str, Any]:
     """Called on each worker between rounds; returns what it was fed in the last one."""
     global _fault, _at, _verify_step, _fed
     fed, _fed = _fed, []
     _fault, _at, _verify_step = fault, at, 0
-    return fed
+    return {"fed": fed}
 
 
 def stats(worker: Any) -> dict[str, Any]:
@@ -73,9 +80,11 @@ def stats(worker: Any) -> dict[str, Any]:
     from specsync_core.engines import vllm
 
     adapter = vllm.current()
-    counted = {} if adapter is None else {slug: s.as_dict() for slug, s in adapter.sync.stats().items() if s.calls}
+    sync = None if adapter is None else adapter.sync
+    counted = {} if sync is None else {slug: found.as_dict() for slug, found in sync.stats().items() if found.calls}
     fired = {} if adapter is None else adapter.firings.counts
-    return {"stats": counted, "fired": fired, "proposing_s": _proposing_s}
+    imported = [name for name in sys.modules if name.partition(".")[0] == "vllm"]
+    return {"stats": counted, "fired": fired, "proposing_s": _proposing_s, "proposals": _proposals, "modules": imported}
 
 
 def strikes(kind: str) -> bool:
@@ -124,6 +133,8 @@ def faulty_sample_v1(original: Any, runner: Any, logits: Any, metadata: Any) -> 
     if metadata is not None:
         if strikes("exc"):
             raise RuntimeError("an error on one rank")
+        if strikes("hook"):
+            return None
         tokens = result.sampled_token_ids
         counts = (tokens != -1).sum(dim=1)
         if strikes("tok"):
@@ -151,7 +162,8 @@ def faulty_step_v1(original: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def faulty_rows(original: Any, *args: Any, **kwargs: Any) -> Any:
-    global _proposing_s
+    global _proposing_s, _proposals
+    _proposals += 1
     started = time.perf_counter()
     rows = original(*args, **kwargs)
     _proposing_s += time.perf_counter() - started
@@ -191,6 +203,8 @@ def faulty_sample_v2(original: Any, runner: Any, hidden_states: Any, batch: Any,
     if batch.num_draft_tokens > 0:
         if strikes("exc"):
             raise RuntimeError("an error on one rank")
+        if strikes("hook"):
+            return None
         if strikes("tok"):
             output.sampled_token_ids[0, 0] = (output.sampled_token_ids[0, 0] + 7) % 500
         for row, count in enumerate(sampled.tolist()):

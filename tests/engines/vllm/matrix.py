@@ -1,0 +1,92 @@
+"""The matrix: setups, their faults, and one run of each under a policy, kept for the table in the docs."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+
+from tests.engines.vllm.environment import NEWEST, OLDEST, environment
+from tests.engines.vllm.serving import ASYNC, V2, Run, Setup, serve
+
+HOT = "T=0.7"
+EAGLE = {"method": "eagle", "model": "eagle", "num_speculative_tokens": 3}
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+SUFFIX = {"method": "suffix", "num_speculative_tokens": 3}
+DRAFT_MODEL = {"method": "draft_model", "model": "draft", "num_speculative_tokens": 3}
+EAGLE3 = {"method": "eagle3", "model": "eagle3", "num_speculative_tokens": 3}
+MTP = {"method": "mtp", "num_speculative_tokens": 3}
+DFLASH = {"method": "dflash", "model": "dflash", "num_speculative_tokens": 3}
+
+VERDICTS = ("tok@4", "acc-1@4", "acc+1@4", "draft@4")
+ROWS = ("tok@4", "acc-1@4", "draft@4", "draftlen@4")
+GATE = "gate@4"
+SEED = f"seed@all {HOT}"
+SETUPS = {
+    "V1, ngram": Setup(NGRAM, ROWS),
+    "V1, suffix": Setup(SUFFIX, ROWS),
+    "V1, draft_model": Setup(DRAFT_MODEL, VERDICTS),
+    "V1, eagle": Setup(EAGLE, (*VERDICTS, GATE)),
+    "V1, eagle3": Setup(EAGLE3, VERDICTS),
+    "V1, mtp": Setup(MTP, VERDICTS, target="mimo"),
+    "V1, dflash": Setup(DFLASH, VERDICTS),
+    "V1, async, eagle": Setup(EAGLE, (*VERDICTS, GATE), ASYNC),
+    "V1, async, draft_model": Setup(DRAFT_MODEL, VERDICTS, ASYNC),
+    "V1, async, mtp": Setup(MTP, VERDICTS, ASYNC, target="mimo"),
+    "V2, eagle": Setup(EAGLE, (*VERDICTS, SEED), V2, tokens=16),
+    "V2, async, eagle": Setup(EAGLE, (*VERDICTS, SEED), V2 | ASYNC, tokens=16),
+}
+
+
+@cache
+def matrix_run(name: str, policy: str) -> Run:
+    """Serve all rounds of a setup under a policy, in one engine; a fault that hangs only where it is healed."""
+    setup = SETUPS[name]
+    faults = [fault for fault in setup.faults if policy == "all" or fault != GATE]
+    run = serve(setup, policy, ["", *faults, HOT])
+    if run.ended:
+        keep(name, policy, run)
+    return run
+
+
+def results_path() -> Path:
+    path = environment(NEWEST).path / "results"
+    path.mkdir(exist_ok=True)
+    return path
+
+
+def keep(name: str, policy: str, run: Run) -> None:
+    """Write a run down for `tests.engines.vllm.page`."""
+    _write(name, policy.replace(":", "-"), {"setup": name, "policy": policy, "rounds": _summary(run)})
+
+
+def keep_oldest(name: str, runs: dict[str, Run]) -> None:
+    """Write runs of the oldest version down."""
+    for policy, run in runs.items():
+        setup = f"{OLDEST}: {name}"
+        _write(
+            f"{OLDEST}-{name}", policy.replace(":", "-"), {"setup": setup, "policy": policy, "rounds": _summary(run)}
+        )
+
+
+def _summary(run: Run) -> list[dict[str, object]]:
+    clean = run.round("").tokens
+    return [
+        {
+            "fault": found.fault,
+            "steps": found.steps,
+            "differing": found.differing,
+            "decisions": found.decisions,
+            "same": found.tokens == clean,
+        }
+        for found in run.rounds
+    ]
+
+
+def keep_hang(name: str, fault: str) -> None:
+    """Write down that a round with this fault did not end with every site off."""
+    _write(name, "hang", {"setup": name, "policy": "off", "rounds": [{"fault": fault, "hung": True}]})
+
+
+def _write(name: str, what: str, kept: dict[str, object]) -> None:
+    (results_path() / f"{name.replace(', ', '-')}-{what}.json").write_text(json.dumps(kept, indent=1))
