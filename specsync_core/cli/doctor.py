@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,31 +13,56 @@ from specsync_core.cli.plan import detect_platform
 
 
 def doctor(
-    directory: Annotated[Path | None, typer.Argument(help="A directory with the ranks' recordings.")] = None,
+    directory: Annotated[
+        Path | None,
+        typer.Argument(help="The ranks' recordings and dumps: a run's directory, or SPECSYNC_DUMP_DIR."),
+    ] = None,
     engine: Annotated[
         str | None, typer.Option(help="Instead: check every target in this installed engine, without starting it.")
     ] = None,
+    html: Annotated[Path | None, typer.Option(help="Also write the report as one page, with a timeline.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Say what diverged first in a run that was recorded, or whether an installed engine can be synchronised."""
+    """Say what diverged first in a run that was recorded, or whether an installed engine can be synchronised.
+
+    Exit code 1: there is a finding.
+    """
     if (directory is None) == (engine is None):
         raise UsageError("give either a directory of recordings or --engine NAME.")
     if engine is not None:
+        if html is not None:
+            raise UsageError("--html goes with a directory of recordings, not with --engine.")
         _examine_engine(engine, as_json)
     if directory is not None:
-        _diagnose(directory, as_json)
+        _diagnose(directory, html, as_json)
 
 
-def _diagnose(directory: Path, as_json: bool) -> None:
-    from specsync_core.diagnostics import diagnose
+def _diagnose(directory: Path, html: Path | None, as_json: bool) -> None:
+    from specsync_core.diagnostics.page import Report, render_page
+    from specsync_core.diagnostics.runs import examine_runs
 
-    diagnosis = diagnose(directory)
+    runs, older = examine_runs(directory)
+    if html is not None:
+        _write(html, render_page([Report(str(run.path), run.diagnosis, run.evidence) for run in runs]))
     if as_json:
-        print_json(diagnosis.to_dict())
+        found = [{"path": str(run.path), **run.diagnosis.to_dict()} for run in runs]
+        print_json(found[0] if len(found) == 1 else found)
     else:
-        print(diagnosis.text)
-    if diagnosis.is_finding:
+        for number, run in enumerate(runs):
+            if len(runs) > 1:
+                print(f"{chr(10) if number else ''}{run.path.name}, global ranks {run.ranks}:")
+            print(run.diagnosis.text)
+    for path in older:
+        print(f"An older run: specsync doctor {path}", file=sys.stderr)
+    if any(run.diagnosis.is_finding for run in runs):
         raise typer.Exit(1)
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"--html: {path} cannot be written: {error.strerror or error}.") from error
 
 
 def _examine_engine(name: str, as_json: bool) -> None:

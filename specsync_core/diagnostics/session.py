@@ -9,11 +9,9 @@ with session.waiting("tp all-reduce", "layer 3"):
 from __future__ import annotations
 
 import logging
-import re
 import secrets
-import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,9 +21,9 @@ from specsync_core.collectives import GroupStore, store_of
 from specsync_core.diagnostics.facts import library_versions
 from specsync_core.diagnostics.fault_grammar import parse_faults
 from specsync_core.diagnostics.faults import FaultInjector
-from specsync_core.diagnostics.progress import is_alive
 from specsync_core.diagnostics.recorder import Recorder
-from specsync_core.diagnostics.recording import SUFFIX, RecordingError, read_recording, recording_path
+from specsync_core.diagnostics.recording import RecordingError, recording_path
+from specsync_core.diagnostics.runs import prune
 from specsync_core.diagnostics.watchdog import Watchdog
 from specsync_core.errors import SpecSyncError
 from specsync_core.facts import Facts
@@ -38,7 +36,6 @@ from specsync_core.sync import SpecTpSync, Tap
 
 logger = logging.getLogger("specsync")
 
-RUN_NAME = re.compile(r"run-\d{8}-\d{6}-[0-9a-f]{6}")
 MOST_RUNS = 16
 """Runs whose files are kept in one directory; older ones are removed, unless a process of theirs lives."""
 
@@ -158,25 +155,3 @@ def _stats_of(sync: SpecTpSync) -> Any:
         return {slug: each.as_dict() for slug, each in sync.stats(wait=False).items() if each.calls}
 
     return stats
-
-
-def runs_in(directory: Path) -> Sequence[Path]:
-    """The folders of runs in a directory, the newest first."""
-    if not directory.is_dir():
-        return []
-    found = [path for path in directory.iterdir() if RUN_NAME.fullmatch(path.name) and path.is_dir()]
-    return sorted(found, key=lambda path: path.name, reverse=True)
-
-
-def prune(directory: Path, keep: int) -> None:
-    """Remove the oldest runs' folders beyond ``keep``; nothing else, and none whose processes may live."""
-    for run in runs_in(directory)[keep:]:
-        if not any(_may_live(path) for path in run.glob(f"*{SUFFIX}")):
-            shutil.rmtree(run, ignore_errors=True)
-
-
-def _may_live(path: Path) -> bool:
-    try:
-        return is_alive(read_recording(path)) is True
-    except RecordingError:
-        return False
