@@ -79,6 +79,12 @@ def _compare_call(call: Call, aligned: Mapping[int, Call], header: Header, resul
     assert reference is not None
     before = _compare_tensors({rank: peer.before for rank, peer in aligned.items()}, reference)
     after = _compare_tensors({rank: peer.after for rank, peer in aligned.items()}, reference)
+    if header.is_measurement(call.site):
+        if (differs := _first_different(after)) is not None:
+            result.measured[slug] += 1
+            found = _describe("after", differs, after, call, aligned, header, None)
+            result.first_measured = result.first_measured or found
+        return None
     for verdict in after.values():
         others = len(verdict.groups) - 1
         if verdict.kind == "unknown":
@@ -91,11 +97,6 @@ def _compare_call(call: Call, aligned: Mapping[int, Call], header: Header, resul
     if (skip := _describe_skip(call, aligned, header)) is not None:
         return skip
     differ_before, differ_after = _first_different(before), _first_different(after)
-    if differ_after is not None and header.is_measurement(call.site):
-        result.measured[slug] += 1
-        measured = _describe("after", differ_after, after, call, aligned, header, None)
-        result.first_measured = result.first_measured or measured
-        return None
     if differ_after is not None:
         mine = before.get(differ_after)
         equal_before = None if mine is None or mine.kind == "unknown" else mine.kind == "equal"

@@ -124,7 +124,7 @@ def _axis(begin_s: float, span_s: float, scale: float, height: int) -> Iterator[
 
 def _rectangle(bar: Bar, begin_s: float, scale: float, y: int) -> str:
     left = LEFT_PX + max(0.0, bar.begin_s - begin_s) * scale
-    width = max(1.5, (bar.end_s - max(bar.begin_s, begin_s)) * scale)
+    width = max(1.5 if bar.kind in ("site", "wait") else 6.0, (bar.end_s - max(bar.begin_s, begin_s)) * scale)
     top = y + (BAR_PX + 6 if bar.is_wait else 0)
     title = escape(f"{clock(bar.begin_s)} {bar.title}")
     return (

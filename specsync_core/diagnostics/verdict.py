@@ -49,7 +49,6 @@ def verdict_lines(finding: str, evidence: Evidence) -> Iterator[str]:
     """Say it, the most important line first."""
     if evidence.divergence is not None:
         yield from _divergence_lines(evidence.divergence)
-    yield from _measured_lines(evidence)
     yield from _dead_lines(evidence)
     yield from _wait_lines(evidence)
     if finding in ("hang", "dead-rank"):
@@ -64,6 +63,7 @@ def verdict_lines(finding: str, evidence: Evidence) -> Iterator[str]:
     if finding == "inconclusive":
         yield "Nothing could be compared, so nothing is said about the ranks' agreement."
     yield from _count_lines(evidence)
+    yield from _measured_lines(evidence)
     yield from _counter_lines(evidence)
     yield from _caveat_lines(evidence)
 
@@ -295,7 +295,8 @@ def _caveat_lines(evidence: Evidence) -> Iterator[str]:
     for rank, recording in recordings.items():
         yield from _recording_caveats(rank, recording)
     for difference in evidence.environment:
-        yield difference.text
+        if difference.is_finding or evidence.divergence is not None or evidence.healed is not None:
+            yield difference.text
     for rank, dump in evidence.dumps.items():
         if rank in recordings and is_over(dump, recordings[rank]):
             yield f"Rank {rank} wrote a dump at {clock(dump.written_s)}, and went on since: {dump.reason}."
