@@ -3,9 +3,10 @@
     PYTHONPATH=SITE python benchmarks/sglang_gpu/matrix.py OUT [--algorithms dspark,dflash,ngram,eagle]
 
 SITE is where `unpack.sh` put the bundle. For each algorithm two engines live at once and serve rounds in turn, so that
-both see the same machine; the ratio is that of the medians. DSPARK then gets the fault that hangs stock SGLang: one
-draw more on rank 1. Every wait has an end, so a hang is a result, not the end of the matrix. OUT is a folder:
-``matrix.json`` is written after each step, logs of the engines lie beside it.
+both see the same machine. Two ratios, above 1 where specsync is faster: of the medians of tokens per second, and of
+the medians of a step's time on rank 0 (all rounds make the same steps), which a machine's hiccups move less. DSPARK
+then gets the fault that hangs stock SGLang: one draw more on rank 1. Every wait has an end, so a hang is a result, not
+the end of the matrix. OUT is a folder: ``matrix.json`` is written after each step, logs of the engines lie beside it.
 """
 
 from __future__ import annotations
@@ -51,10 +52,12 @@ class Matrix:
             for batch in map(int, self.options.batches.split(",")):
                 wanted = {"batch": batch, "tokens": self.options.tokens, "temperature": temperature}
                 result["runs"].append(self._take_turns(engines, wanted, rounds))
-        for name, engine in engines.items():
-            if "SPECSYNC_SITES" in VARIANTS[name]:
-                self._ask(engine, ROUND_S, batch=1, tokens=2, temperature=0.0)  # one more prefill writes the counters
-        return result | {"ranks": {name: engine.counters() for name, engine in engines.items()}}
+        ranks = {
+            name: [{**rank, "stretches": None} for rank in engine.counters()]  # the runs have them
+            for name, engine in engines.items()
+            if "SPECSYNC_SITES" in VARIANTS[name]
+        }
+        return result | {"ranks": ranks}
 
     def _ask(self, engine: Engine, limit_s: float, **wanted: Any) -> dict[str, Any] | None:
         """One round of one engine, while all others are stopped."""
@@ -62,9 +65,16 @@ class Matrix:
         time.sleep(0.05)
         return engine.ask(min(limit_s, self.left_s()), **wanted) if self.left_s() > 0 else None
 
+    def _stretches(self, engine: Engine) -> list[dict[str, float]]:
+        """How long rank 0's steps took, round by round: one more prefill writes it."""
+        self._ask(engine, ROUND_S, batch=1, tokens=2, temperature=0.0)
+        ranks = engine.counters()
+        return list(ranks[0]["stretches"]) if ranks else []
+
     def _take_turns(self, engines: dict[str, Engine], wanted: dict[str, Any], rounds: int) -> dict[str, Any]:
         for engine in engines.values():
             self._ask(engine, ROUND_S, **wanted)  # compiles, and fills what is empty
+        seen = {name: self._stretches(engine) for name, engine in engines.items()}
         given: dict[str, list[dict[str, Any]]] = {name: [] for name in engines}
         for turn in range(rounds):
             for name in sorted(engines, reverse=bool(turn % 2)):
@@ -72,12 +82,19 @@ class Matrix:
                     given[name].append(answer)
         speeds = {name: [round(each["tokens_per_s"], 1) for each in answers] for name, answers in given.items()}
         steps = {name: [each["steps"] for each in answers] for name, answers in given.items()}
+        medians = {
+            name: [round(each["median_us"], 1) for each in self._stretches(engine)[len(seen[name]) :]]
+            for name, engine in engines.items()
+        }
         complete = {name: median(found) for name, found in speeds.items() if len(found) == rounds}
         stock = complete.pop("stock", None)
         ratios = {name: round(speed / stock, 4) for name, speed in complete.items()} if stock else {}
+        step = {name: median(found) for name, found in medians.items() if found}
+        step_ratios = {name: round(step["stock"] / us, 4) for name, us in step.items() if name != "stock"}
         digests = {name: [each["digest"] for each in answers] for name, answers in given.items()}
-        run = {**wanted, "ratios": ratios, "tokens_per_s": speeds, "steps": steps, "digests": digests}
-        print({key: run[key] for key in ("batch", "temperature", "ratios", "tokens_per_s")}, flush=True)
+        run = {**wanted, "ratios": ratios, "step_ratios": step_ratios, "tokens_per_s": speeds}
+        run |= {"step_median_us": medians, "steps": steps, "digests": digests}
+        print({key: run[key] for key in ("batch", "temperature", "ratios", "step_ratios")}, step, flush=True)
         return run
 
     def fault(self) -> dict[str, Any]:

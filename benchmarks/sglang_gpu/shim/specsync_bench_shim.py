@@ -1,7 +1,8 @@
 """TEST ONLY. Wide dummy weights, one extra draw on a rank, and every rank's counters in a file.
 
 ``SHIM_WEIGHTS``: range of the dummy weights. ``SHIM_DRAW_STEP``: the step at which group rank 1 draws once more than
-its peer (0: never). ``SHIM_STATS``: a folder in which each rank leaves what specsync counted, at each prefill.
+its peer (0: never). ``SHIM_STATS``: a folder in which each rank leaves at each prefill how long its steps took, and
+what specsync counted.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import json
 import os
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +21,14 @@ WORKERS = {
     "NGRAM": "sglang.srt.speculative.ngram_worker.NGRAMWorker",
     "EAGLE": "sglang.srt.speculative.eagle_worker_v2.EAGLEWorkerV2",
 }
+SHORTEST_STRETCH = 20
+"""Requests of one round may arrive in two prefills; the few steps between them say nothing."""
 _steps = 0
 _host_ns: dict[str, list[int]] = {}
+_begun_ns: list[int] = []
+"""When each step since the last prefill began."""
+_stretches: list[dict[str, float]] = []
+"""Of the steps between two prefills: how many, and microseconds from one's begin to the next's."""
 
 
 def register() -> None:
@@ -30,11 +38,13 @@ def register() -> None:
     HookRegistry.register(
         "sglang.srt.model_loader.weight_utils.initialize_dummy_weights", wide_weights, HookType.BEFORE
     )
-    worker = WORKERS.get(os.environ.get("SHIM_ALGORITHM", ""))
-    if worker is not None and int(os.environ.get("SHIM_DRAW_STEP", "0")):
-        HookRegistry.register(f"{worker}.forward_batch_generation", draw_once_more, HookType.BEFORE)
+    worker = WORKERS[os.environ["SHIM_ALGORITHM"]]
+    step = f"{worker}.forward_batch_generation"
+    if int(os.environ.get("SHIM_DRAW_STEP", "0")):
+        HookRegistry.register(step, draw_once_more, HookType.BEFORE)
     if os.environ.get("SHIM_STATS"):
         time_points()
+        HookRegistry.register(step, note_step, HookType.BEFORE)
         HookRegistry.register("sglang.srt.layers.sampler.Sampler.forward", write_stats, HookType.AFTER)
 
 
@@ -84,6 +94,19 @@ def draw_once_more(*args: Any, **kwargs: Any) -> None:
         torch.rand(1, device="cuda")
 
 
+def note_step(*args: Any, **kwargs: Any) -> None:
+    _begun_ns.append(time.perf_counter_ns())
+
+
+def close_stretch() -> None:
+    took = sorted(late - early for early, late in pairwise(_begun_ns))
+    _begun_ns.clear()
+    if len(took) >= SHORTEST_STRETCH:
+        _stretches.append(
+            {"steps": len(took), "median_us": took[len(took) // 2] / 1000, "mean_us": sum(took) / len(took) / 1000}
+        )
+
+
 def summary(spent: list[int]) -> dict[str, float]:
     ordered = sorted(spent)
     places = {"median": 0.5, "p90": 0.9, "p99": 0.99}
@@ -93,16 +116,20 @@ def summary(spent: list[int]) -> dict[str, float]:
 def write_stats(*args: Any, **kwargs: Any) -> None:
     from sglang.srt.runtime_context import get_parallel
 
+    close_stretch()
+    rank = get_parallel().tp_group.rank_in_group
+    found = {"rank": rank, "stretches": _stretches, **specsync_stats()}
+    (Path(os.environ["SHIM_STATS"]) / f"rank-{rank}.json").write_text(json.dumps(found))
+
+
+def specsync_stats() -> dict[str, Any]:
     adapter = sys.modules.get("specsync_core.engines.sglang")
     current = adapter.current() if adapter else None
     if current is None or current.sync is None:
-        return
-    rank = get_parallel().tp_group.rank_in_group
-    found = {
-        "rank": rank,
-        "transports": {name: choice.transport.name for name, choice in current.sync.transports.items()},
+        return {}
+    return {
         "host_us": {slug: summary(spent) for slug, spent in _host_ns.items()},
+        "transports": {name: choice.transport.name for name, choice in current.sync.transports.items()},
         "fired": current.firings.counts,
         "sites": {slug: stats.as_dict() for slug, stats in current.sync.stats().items() if stats.calls},
     }
-    (Path(os.environ["SHIM_STATS"]) / f"rank-{rank}.json").write_text(json.dumps(found))
