@@ -46,6 +46,10 @@ class EngineError(SpecSyncError):
     """An inference engine is not what its adapter knows."""
 
 
+class BisectError(SpecSyncError):
+    """A bisection cannot begin or go on: its command, its report or its options are not what they must be."""
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return ``" (did you mean 'x'?)"`` for the closest known word, or an empty string."""
     close = get_close_matches(word, list(known), n=1, cutoff=0.6)

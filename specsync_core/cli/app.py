@@ -10,8 +10,8 @@ from typer.core import TyperGroup
 
 import specsync_core
 
-COMMANDS = ("sites", "plan", "plugins", "check", "demo", "bench", "engines", "doctor", "ctl")
-"""Each is the function of that name in the module of that name beside this one."""
+COMMANDS = ("sites", "plan", "plugins", "check", "demo", "bench", "bisect", "engines", "doctor", "ctl", "new-plugin")
+"""Each is the function of that name in the module of that name beside this one, with ``_`` for ``-``."""
 
 
 class _LazyGroup(TyperGroup):
@@ -21,9 +21,10 @@ class _LazyGroup(TyperGroup):
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name not in COMMANDS:
             return None
-        function = getattr(import_module(f"specsync_core.cli.{cmd_name}"), cmd_name)
+        name = cmd_name.replace("-", "_")
+        module = import_module(f"specsync_core.cli.{name}")
         single = typer.Typer(add_completion=False)
-        single.command(cmd_name)(function)
+        single.command(cmd_name, context_settings=getattr(module, "CONTEXT_SETTINGS", None))(getattr(module, name))
         return typer.main.get_command(single)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,10 +12,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from specsync_core.cli.output import JsonOption, UsageError, print_json, print_table
+from specsync_core.settings import read_environment, trial_number
 
 if TYPE_CHECKING:
     from rich.progress import Progress
 
+    from specsync_core.demo.options import Setup
     from specsync_core.demo.story import Part, Story
 
 
@@ -41,6 +44,14 @@ def demo(
     seed: Annotated[int, typer.Option(help="Seed of weights and generators.")] = 0,
     transport: Annotated[str, typer.Option(help="How decisions travel: auto, group, grouped or one-shot.")] = "auto",
     folded: Annotated[bool, typer.Option("--folded", help="Draft and accept as captured graphs do.")] = False,
+    once: Annotated[
+        bool,
+        typer.Option(
+            "--once",
+            help="One run under SPECSYNC_SITES (else --sites), and no story: 0 when all ranks' tokens are equal."
+            " Under `specsync bisect` this goes without saying.",
+        ),
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Watch tensor-parallel ranks disagree, hang, be diagnosed, and then be kept in agreement.
@@ -58,6 +69,9 @@ def demo(
         setup = prepare(options)
     except (DemoError, PolicyError) as error:
         raise UsageError(str(error)) from error
+    if once or trial_number() is not None:
+        _run_once(setup, as_json)
+        return
     with _ending_in_order(), _Screen(show_parts=not as_json) as screen:
         story = tell(setup, screen)
     if as_json:
@@ -65,6 +79,22 @@ def demo(
     else:
         _print_end(story, trained=train > 0)
     if not story.held:
+        raise typer.Exit(1)
+
+
+def _run_once(setup: Setup, as_json: bool) -> None:
+    """Print what was generated, as a hash, and whether all ranks generated it."""
+    from specsync_core.demo.once import digest, run_once
+
+    named = read_environment().sites
+    with _ending_in_order(), _Screen(show_parts=False) as screen:
+        ended = run_once(setup, setup.options.sites if named is None else named.value, screen.working)
+    if as_json:
+        print_json({**ended.as_dict(), "tokens": digest(ended.tokens)})
+    else:
+        print(f"tokens {digest(ended.tokens)}")
+        print("\n".join(ended.lines()), file=sys.stderr)
+    if not ended.equal:
         raise typer.Exit(1)
 
 

@@ -97,6 +97,7 @@ class Rank:
             engine = self._engine(job, sync, recorder)
             on_step(0)
             outcome = engine.run(job.steps, on_step)
+        sync.save_stats()  # the parent ends ranks that are done
         if sync.control is not None:
             sync.control.close()
         return JobResult(
