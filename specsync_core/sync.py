@@ -188,8 +188,11 @@ class SpecTpSync:
         Graph: as `sync`: capturable once the same shapes were seen eagerly.
         """
         point = in_force(self.point(site))
-        if (problem := find_draw_problem(scores_BV, noise_BV)) is not None:
-            raise PayloadError(f"{self.plan.registry.site(site)}: {problem}.")
+        if (problem := find_draw_problem(scores_BV, noise_BV, out)) is not None:
+            refused = PayloadError(f"{self.plan.registry.site(site)}: {problem}.")
+            if (live := self._live.get(self.plan.registry.site(site).slug)) is not None:
+                live.give_up(refused, (scores_BV,))  # the peers, whose own are fine, must not wait for this rank
+            raise refused
         contiguous = scores_BV.is_contiguous() and (noise_BV is None or noise_BV.is_contiguous())
         if isinstance(point, Point) and point.draws and contiguous:
             tokens_B = scores_BV.new_empty(scores_BV.shape[0], dtype=torch.int64) if out is None else out
@@ -453,6 +456,11 @@ class SpecTpSync:
         """
         with nullcontext() if wait else _beside_the_stream():
             return {slug: counter.stats() for slug, counter in self._counters.items()}
+
+    def save_stats(self) -> None:
+        """Write the last counts to ``SPECSYNC_STATS_DIR``, where that is set: for a process that ends without notice."""
+        if self._stats_file is not None:
+            self._stats_file.close()
 
 
 def _beside_the_stream() -> AbstractContextManager[Any]:

@@ -30,12 +30,20 @@ Draw = Callable[[Tensor, "Tensor | None", Tensor], None]
 """Takes scores, noise and the output."""
 
 
-def find_draw_problem(scores_BV: Tensor, noise_BV: Tensor | None) -> str | None:
-    """Return why these cannot be drawn from, or None."""
+def find_draw_problem(scores_BV: Tensor, noise_BV: Tensor | None, out_B: Tensor | None = None) -> str | None:
+    """Return why these cannot be drawn from, or not into ``out_B``, or None."""
     if scores_BV.dim() != 2 or scores_BV.dtype not in SCORES:
         return f"scores must be float32, bfloat16 or float16 [B, V], not {scores_BV.dtype} {list(scores_BV.shape)}"
     if scores_BV.shape[1] == 0 or scores_BV.shape[1] >= 1 << 31:
         return f"the vocabulary must have 1 to 2**31 - 1 tokens, not {scores_BV.shape[1]}"
+    if out_B is not None and (out_B.dtype, out_B.shape, out_B.device, out_B.is_contiguous()) != (
+        torch.int64,
+        scores_BV.shape[:1],
+        scores_BV.device,
+        True,
+    ):
+        given = f"{out_B.dtype} {list(out_B.shape)} on {out_B.device}" + ("" if out_B.is_contiguous() else ", strided")
+        return f"out must be int64 [{scores_BV.shape[0]}], contiguous, on {scores_BV.device}, not {given}"
     if noise_BV is None:
         return None
     if noise_BV.dtype != torch.float32 or noise_BV.shape != scores_BV.shape or noise_BV.device != scores_BV.device:

@@ -3,7 +3,7 @@
 import torch
 
 from specsync_core import Facts, ParallelGroups, SpecTpSync, TorchGroup, load_registry, resolve_plan
-from specsync_core.errors import PayloadError
+from specsync_core.errors import PayloadError, SpecSyncError
 from specsync_core.testing import run_ranks
 
 
@@ -42,3 +42,19 @@ def test_a_draw_is_group_rank_0_s_draw_on_every_rank():
         assert found["race"] == found["out"] == found["race, transposed"] == root["own race"]
         assert found["off"] == found["own greedy"]
         assert "scores must be float32, bfloat16 or float16 [B, V], not torch.int64 [4, 50]" in found["error"]
+
+
+def draw_into_what_does_not_fit(rank: int, world_size: int) -> str:
+    sync = synced("all")
+    out = torch.zeros(4 + rank, dtype=torch.int64)  # wrong on group rank 1 alone
+    try:
+        sync.draw("dspark-draft-greedy", torch.rand(4, 50), out=out)
+        sync.draw("dspark-draft-greedy", torch.rand(4, 50), out=out)
+    except SpecSyncError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_an_output_that_does_not_fit_on_one_rank_reaches_all():
+    for told in run_ranks(draw_into_what_does_not_fit, 2, 15):
+        assert "out must be int64 [4], contiguous, on cpu, not torch.int64 [5] on cpu" in told

@@ -114,6 +114,12 @@ def test_what_cannot_be_drawn_from_is_refused():
     assert "not torch.float32 [3]" in find_draw_problem(torch.zeros(3), None)
     assert "not 0" in find_draw_problem(torch.zeros(2, 0), None)
     assert "noise must be float32 [2, 3]" in find_draw_problem(scores, torch.ones(2, 4))
+    assert find_draw_problem(scores, None, torch.zeros(2, dtype=torch.int64)) is None
+    wanted = "out must be int64 [2], contiguous, on cpu, not"
+    assert f"{wanted} torch.int32 [2] on cpu" in find_draw_problem(scores, None, torch.zeros(2, dtype=torch.int32))
+    assert f"{wanted} torch.int64 [3] on cpu" in find_draw_problem(scores, None, torch.zeros(3, dtype=torch.int64))
+    strided = torch.zeros(4, dtype=torch.int64)[::2]
+    assert f"{wanted} torch.int64 [2] on cpu, strided" in find_draw_problem(scores, None, strided)
 
 
 def test_a_draw_without_a_device_is_argmax():
