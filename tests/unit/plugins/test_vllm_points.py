@@ -9,6 +9,7 @@ import torch
 from specsync_core import Call, EngineFacts, load_registry, plugin_manager
 from specsync_core.engines.known import VLLM
 from specsync_core.engines.start import find_points
+from specsync_core.engines.vllm_points import V1_STEP, V2_STEP
 
 REGISTRY = load_registry()
 METHODS = ("ngram", "ngram_gpu", "suffix", "draft_model", "medusa", "eagle", "eagle3", "mtp", "dflash", "dspark")
@@ -41,6 +42,13 @@ def test_sites_exist_and_every_point_waits_for_the_engines_import(method):
         assert point.only_if_imported
         for slug in point.sites:
             assert REGISTRY.site(slug).kind == ("consensus" if point.op or point.leads else "broadcast")
+
+
+@pytest.mark.parametrize("method", ["draft_model", "eagle", "eagle3", "mtp"])
+def test_methods_that_draft_with_a_sharded_model_share_the_steps(method):
+    for version in VLLM.versions:
+        targets = [point.target for point in points(method, version).points if point.sites == ("vllm-draft-step",)]
+        assert [targets.count(step) for step in (V1_STEP, V2_STEP)] == [1, 1]
 
 
 def test_one_signature_of_each_target_fits_a_version():
