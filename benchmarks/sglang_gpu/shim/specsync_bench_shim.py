@@ -73,9 +73,9 @@ def time_points() -> None:
 
     plain = Point.__call__
 
-    def timed(point: Any, *tensors: Any) -> Any:
+    def timed(point: Any, *tensors: Any, **named: Any) -> Any:
         begin = time.perf_counter_ns()
-        result = plain(point, *tensors)
+        result = plain(point, *tensors, **named)
         spent = _host_ns.setdefault(point._site.slug, [])
         spent.append(time.perf_counter_ns() - begin)
         return result
