@@ -124,6 +124,14 @@ class Summary:
         for check in checks:
             text = self._check(check, listed(check.kept))
             yield f"{text[0].upper()}{text[1:]}."
+        if not all(each.confirmed for each in self._verdict.found) or any(
+            c.status != "clear" for c in self._verdict.checks
+        ):
+            yield (
+                f"So not everything here is {_percent(self._confidence)} sure: the bounds above say how sure it is."
+                " Raise --runs and add --resume for more."
+            )
+            return
         assert self._verdict.rate is not None
         yield (
             f"Error rate: at most {_percent(1 - self._confidence)} that a set named here does not matter, or that one"
@@ -133,22 +141,23 @@ class Summary:
     def _set(self, found: Found) -> str:
         bad, runs = self._knowledge.own(found.sites)
         name = listed(found.sites)
-        if runs:
-            return f"With {name} off, {self._bad_of(bad, runs, found.sites)}"
         audited = [trial for trial in self._knowledge.trials if trial.audited and trial.outcome == "bad"]
-        alone = [trial for trial in audited if trial.blamed == found.sites]
+        alone = [trial for trial in audited if trial.blamed == found.sites != trial.off]
         checks = sum(sum(trial.counts.checks.values()) for trial in alone if trial.counts)
-        return (
-            f"With {name} off, runs are bad, by counts alone: in {len(alone)} of {len(audited)} bad runs with all"
-            f" candidates only audited, ranks differed there and nowhere else ({checks:,} checks), so no run with"
-            f" {'it' if len(found.sites) == 1 else 'them'} off was needed"
+        counted = (
+            f"in {len(alone)} of {_count(len(audited), 'bad run')} with more sites only audited, ranks differed there"
+            f" and nowhere else ({checks:,} checks)"
         )
+        if runs:
+            return f"With {name} off, {self._bad_of(bad, runs, found.sites)}{f', and {counted}' if alone else ''}"
+        it = "it" if len(found.sites) == 1 else "them"
+        return f"With {name} off, runs are bad, by counts alone: {counted}, so no run with {it} off was needed"
 
     def _reservations(self, found: Found) -> Iterator[str]:
         if not found.confirmed:
             yield (
-                f"This is not yet {_percent(self._confidence)} sure for {listed(found.sites)}: --runs"
-                f" {self._bisection.limits.runs} allowed no more. Raise it and add --resume."
+                f"For {listed(found.sites)} that is not yet {_percent(self._confidence)} sure; --runs"
+                f" {self._bisection.limits.runs} allowed no more."
             )
 
     def _check(self, check: Check, kept: str) -> str:
