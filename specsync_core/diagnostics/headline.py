@@ -21,7 +21,7 @@ def headline(finding: str, evidence: Evidence) -> str:
         assert evidence.healed is not None
         return (
             f"Healed: {evidence.healed.site} differed on {rank_list(evidence.healed.odd_ranks)}, first in step"
-            f" {evidence.healed.step}; every committed value that was compared is equal ({checks(evidence)})."
+            f" {evidence.healed.step}; every committed value that was compared is equal ({_committed(evidence)})."
         )
     if finding == "environment":
         first = next(each.text for each in evidence.environment if each.is_finding)
@@ -109,13 +109,18 @@ def _no_divergence(evidence: Evidence) -> str:
     return f"no divergence was seen: {checks(evidence)}"
 
 
+def _committed(evidence: Evidence) -> str:
+    count = evidence.comparison.comparisons
+    return f"{count:,} compared" if count else f"by the counters: {checks(evidence)}, all of them at sites in mode sync"
+
+
 def checks(evidence: Evidence) -> str:
     """How much was compared: elements where counters are there, else tensors of the recordings."""
     counted, comparison = evidence.counted, evidence.comparison
     if counted.checks:
         return f"{counted.mismatches:,} mismatch{'' if counted.mismatches == 1 else 'es'} in {counted.checks:,} checks"
     if comparison.comparisons:
-        return f"0 mismatches in {comparison.comparisons:,} comparisons"
+        return f"0 mismatches in {comparison.comparisons:,} comparison{'' if comparison.comparisons == 1 else 's'}"
     return "nothing could be compared"
 
 

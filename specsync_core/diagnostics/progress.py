@@ -88,8 +88,10 @@ def rank_state(recording: Recording, exit_codes: Mapping[int, int | None], seen_
 
 def _progress(recording: Recording) -> tuple[int, int] | None:
     records = recording.records
-    if not records or recording.truncated or (recording.wrapped and records[0].step == records[-1].step):
+    if recording.truncated or (recording.wrapped and records[0].step == records[-1].step):
         return None
+    if not records:
+        return None if recording.torn else (0, 0)  # it has come to nothing yet
     step = records[-1].step
     return step, len({(r.site_number, r.call) for r in records if r.step == step and r.kind in ("before", "after")})
 
