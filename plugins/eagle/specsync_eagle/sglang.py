@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from specsync_core import BroadcastPoint, Call, EngineFacts, no_tensors
+from specsync_eagle import sglang_drafts
+from specsync_eagle.sglang_drafts import KNOWN, SPECULATIVE
 
-SPECULATIVE = "sglang.srt.speculative"
 VERIFY = f"{SPECULATIVE}.eagle_utils.eagle_sample"
 """The verify of EAGLE, STANDALONE, multi-layer EAGLE, frozen-KV MTP and NGRAM, simulated acceptance included."""
-KNOWN = ">=0.5.16,<0.5.24"
 GREEDY_SITE, SAMPLE_SITE, SIMULATED_SITE = "eagle-verify-greedy", "eagle-verify-sample", "eagle-accept-simulated"
 Capture = Literal["never", "any-communicator", "engine-communicator"]
 
@@ -52,7 +52,7 @@ def points(engine: EngineFacts) -> Sequence[BroadcastPoint]:
         return ()
     found = [*_target()]
     if algorithm is None or algorithm in TREES:
-        found += _draft_tree()
+        found += sglang_drafts.points()
     if algorithm in (None, "ngram"):
         found += _ngram()
     return found
@@ -123,27 +123,6 @@ def _target() -> Sequence[BroadcastPoint]:
         proof="target",
     )
     return [point, replace(point, versions=">=0.5.22,<0.5.24", signature=(*known, "logprob_logits"))]
-
-
-def _draft_tree() -> Sequence[BroadcastPoint]:
-    """The tree's parents, scores and tokens, before masks, positions and links are built from them."""
-    known = (
-        *("bonus_tokens", "parent_list", "top_scores_index", "draft_tokens", "seq_lens", "seq_lens_sum"),
-        *("topk", "spec_steps", "num_verify_tokens", "tree_mask_mode", "tree_mask_buf"),
-    )
-    point = BroadcastPoint(
-        target=f"{SPECULATIVE}.eagle_utils.build_tree_kernel_efficient",
-        when="before",
-        sites=("eagle-draft-tree",),
-        site_of=lambda call: "eagle-draft-tree" if call.argument("draft_tokens", known).numel() else None,
-        tensors_of=lambda call: [
-            call.argument(name, known) for name in ("draft_tokens", "top_scores_index", "parent_list")
-        ],
-        versions="==0.5.16",
-        signature=(*known, "position_buf"),
-        proof="draft",
-    )
-    return [point, replace(point, versions=">=0.5.17,<0.5.24", signature=(*known, "fill_prefix_mask"))]
 
 
 def _ngram() -> Sequence[BroadcastPoint]:
