@@ -23,7 +23,8 @@ def points(engine: EngineFacts) -> Sequence[BroadcastPoint]:
     """The points of every known version; none for another engine or another algorithm."""
     if engine.engine != "sglang" or engine.algorithm not in (None, "dflash"):
         return ()
-    return (*_accepts(), *_start_up_and_prefill(), *_drafts(), *_selected_drafts(), *_simulated(), _synced())
+    found = (*_accepts(), *_start_up_and_prefill(), *_drafts(), *_selected_drafts(), *_simulated(), _synced())
+    return found if engine.dp_attention is False else (*found, _memory_gate_of_a_lone_rank())
 
 
 def _accepts() -> Sequence[BroadcastPoint]:
@@ -97,6 +98,24 @@ def _start_up_and_prefill() -> Sequence[BroadcastPoint]:
             proof="target",
         ),
     ]
+
+
+def _memory_gate_of_a_lone_rank() -> BroadcastPoint:
+    """The engine turns every site off where an attention group has one rank, the memory gate too (SG #39886)."""
+    point = _point(
+        f"{SPECULATIVE}.spec_tp_sync.SpecTpSync.available_memory_gb",
+        "after",
+        "dflash-mem",
+        no_tensors,
+        SYNCED,
+        ("self", "site", "device", "gpu_id", "group"),
+    )
+    return replace(point, op="min", site_of=lambda call: "dflash-mem" if _is_left_to_each_rank(call) else None)
+
+
+def _is_left_to_each_rank(call: Call) -> bool:
+    """Whether the engine's own broadcast group has one rank, where several capture together."""
+    return bool(call.args[0]._tp_group.world_size == 1 and call.kwargs["group"].world_size > 1)
 
 
 def _drafts() -> Sequence[BroadcastPoint]:

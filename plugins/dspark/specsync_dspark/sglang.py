@@ -31,7 +31,8 @@ def points(engine: EngineFacts) -> Sequence[BroadcastPoint]:
     """The points of every known version; none for another engine or another algorithm."""
     if engine.engine != "sglang" or engine.algorithm not in (None, "dspark"):
         return ()
-    return (*_drafts(), *_accepts(), *_accepts_in_graph(), *_start_up_and_prefill(), *_plan(), _synced_by_the_engine())
+    found = (*_drafts(), *_accepts(), *_accepts_in_graph(), *_start_up_and_prefill(), *_plan(), _synced_by_the_engine())
+    return found if engine.dp_attention is False else (*found, _memory_gate_of_a_lone_rank())
 
 
 def policy(facts: Facts) -> str | None:
@@ -167,6 +168,28 @@ def _start_up_and_prefill() -> Sequence[BroadcastPoint]:
             proof="target",
         ),
     ]
+
+
+def _memory_gate_of_a_lone_rank() -> BroadcastPoint:
+    """The engine turns every site off where an attention group has one rank, the memory gate too (SG #39886).
+
+    But the gate decides about graphs that the whole capture group takes part in.
+    """
+    return BroadcastPoint(
+        target="sglang.srt.speculative.spec_tp_sync.SpecTpSync.available_memory_gb",
+        when="after",
+        sites=("dspark-mem",),
+        site_of=lambda call: "dspark-mem" if _is_left_to_each_rank(call) else None,
+        tensors_of=no_tensors,
+        versions=SYNCED,
+        signature=("self", "site", "device", "gpu_id", "group"),
+        op="min",
+    )
+
+
+def _is_left_to_each_rank(call: Call) -> bool:
+    """Whether the engine's own broadcast group has one rank, where several capture together."""
+    return bool(call.args[0]._tp_group.world_size == 1 and call.kwargs["group"].world_size > 1)
 
 
 def _plan() -> Sequence[BroadcastPoint]:
