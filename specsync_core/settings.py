@@ -146,9 +146,32 @@ def trial_number(environ: Mapping[str, str] | None = None) -> str | None:
     return (os.environ if environ is None else environ).get("SPECSYNC_TRIAL")
 
 
+_handed_over: dict[str, tuple[str, str | None]] = {}
+"""By variable: what an engine is to read there, and what the operator had set."""
+
+
 def hand_over(variable: str, text: str) -> None:
-    """Set a variable of this process that an engine reads after us."""
+    """Set a variable of this process that an engine reads after us; we ourselves go on reading the operator's."""
+    before = _stated(os.environ, variable)
     os.environ[variable] = text
+    _handed_over[variable] = text, before
+
+
+def _stated(environ: Mapping[str, str], variable: str) -> str | None:
+    """What the operator set, where we have written something else over it for the engine."""
+    text = environ.get(variable)
+    handed, before = _handed_over.get(variable, (None, None))
+    return before if environ is os.environ and text is not None and text == handed else text
+
+
+def share_policy() -> None:
+    """Set the published variable like ours where only ours is set, for the processes that this one starts.
+
+    An engine that narrows the published variable for some models (SGLang: MiniMax-M3.1) leaves a set one alone.
+    Nothing is parsed, and nothing raised, here: an engine's plugin loader would go on without us.
+    """
+    if (ours := os.environ.get("SPECSYNC_SITES")) is not None:
+        os.environ.setdefault("SGLANG_SPEC_TP_SYNC", ours)
 
 
 class _Reader:
@@ -174,7 +197,7 @@ class _Reader:
 
 
 def _sites(environ: Mapping[str, str], problems: list[str]) -> Setting[str] | None:
-    ours, published = (environ.get(variable) for variable in ("SPECSYNC_SITES", "SGLANG_SPEC_TP_SYNC"))
+    ours, published = environ.get("SPECSYNC_SITES"), _stated(environ, "SGLANG_SPEC_TP_SYNC")
     if ours is not None and published is not None and normalise(ours) != normalise(published):
         problems.append(
             f"SPECSYNC_SITES is {ours!r} but SGLANG_SPEC_TP_SYNC is {published!r}."

@@ -10,16 +10,18 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import version as version_of
+from importlib.util import find_spec
 from typing import Any
 
 from specsync_core.collectives import store_of
 from specsync_core.diagnostics import FaultInjector, parse_faults
+from specsync_core.diagnostics.metrics import Metrics
 from specsync_core.engines.hooks import Hook, active_points, build_hooks
 from specsync_core.engines.known import SGLANG
 from specsync_core.engines.proof import Firings, conclude, report
-from specsync_core.engines.start import Candidates, agree_to_start, find_points
+from specsync_core.engines.start import Candidates, agree_to_start, find_points, is_strict
 from specsync_core.engines.targets import check_target, is_imported
 from specsync_core.errors import EngineError
 from specsync_core.facts import EngineFacts
@@ -28,7 +30,7 @@ from specsync_core.hookspecs import BroadcastPoint
 from specsync_core.manager import load_registry, plugin_manager
 from specsync_core.plan import Plan, resolve_plan
 from specsync_core.registry import Registry
-from specsync_core.settings import hand_over, read_environment
+from specsync_core.settings import Setting, hand_over, read_environment, share_policy
 from specsync_core.sync import SpecTpSync, Tap
 
 logger = logging.getLogger("specsync")
@@ -40,6 +42,8 @@ WORKER_FACTORIES = (
 """Of built-in algorithms and of those that other plugins register."""
 HOOK_REGISTRY = "sglang.srt.plugins.hook_registry"
 POLICY_VARIABLE = "SGLANG_SPEC_TP_SYNC"
+ENGINE_SYNC = "sglang.srt.speculative.spec_tp_sync"
+"""The engine's own synchronisation, from 0.5.19 on."""
 ENGINE_DRAFT = "dspark-draft"
 """The engine's one name for sites 2 to 6; every other site has the name that it has here."""
 PROOF_STEPS = 4
@@ -56,6 +60,7 @@ def register() -> None:
     """
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+    share_policy()
     if any(hook is _create_worker for _, hook, _ in HookRegistry._hooks.get(WORKER_FACTORIES[0], ())):
         return
     problems = [problem for path in WORKER_FACTORIES if (problem := check_target(path, ("self", "server_args")))]
@@ -67,7 +72,7 @@ def register() -> None:
 
 
 def _refuse(problem: str) -> None:
-    if read_environment().strict:
+    if is_strict():
         sys.exit(f"EngineError: specsync: {problem}.\n  Set SPECSYNC_STRICT=0 to run without specsync.")
     logger.warning("%s. SPECSYNC_STRICT=0, so the engine runs without specsync.", problem)
 
@@ -132,16 +137,17 @@ class Adapter:
         """
         alone = self.groups.tp.world_size == 1
         store = None if alone else store_of(self.groups.tp.cpu_group)
-        strict = read_environment().strict
+        strict = is_strict()
 
         def exchange(topic: str, payload: Any) -> list[Any]:
             assert store is not None
             return store.exchange(topic, payload, 30.0 if self._plan is None else self._plan.timeout_s)
 
         candidates = agree_to_start(self._look, strict, None if alone else exchange)
+        if self._plan is not None:
+            tell_engine(self._plan, self.facts.algorithm)
         if alone or self._plan is None:
             return
-        tell_engine(self._plan, candidates.points)
         self.sync = SpecTpSync(self.groups, self._plan, taps=self._taps)
         self.points = active_points(candidates.points, self.sync)
         hooks = list(build_hooks(self.points, self.sync, self.firings, (HOOK_REGISTRY,)))
@@ -149,7 +155,19 @@ class Adapter:
             hooks.append(self._step_hook(self._worker_class))
         unapplied = exchange("hooks applied", apply_hooks(hooks))
         self._settle_unapplied(unapplied, hooks, strict)
+        self._fix_what_cannot_change(candidates.points)
         self._log_start(candidates)
+
+    def _fix_what_cannot_change(self, points: Sequence[BroadcastPoint]) -> None:
+        """Tell live control which sites are the engine's own, whose policy it has read at its start."""
+        if self.sync is None or self.sync.control is None:
+            return
+        own = {site for point in points if point.when == "engine" for site in point.sites}
+        lost = {site for point in points for site in point.sites} - {
+            site for point in self.points for site in point.sites
+        }
+        self.sync.control.fix(lost, "it is not hooked here")
+        self.sync.control.fix(own, f"SGLang {self.facts.version} broadcasts there itself, by its policy at the start")
 
     def _settle_unapplied(self, unapplied: Sequence[Sequence[str]], hooks: Sequence[Hook], strict: bool) -> None:
         """Stop, or go on without the targets that some rank could not hook: then no rank may synchronise there.
@@ -184,18 +202,19 @@ class Adapter:
             return Candidates(())
         self._absent = [point for point in candidates.points if point.only_if_imported and not is_imported(point)]
         points = [point for point in candidates.points if point not in self._absent]
-        modes = self._plan.mode
-        wanted = [
-            point for point in points if point.when == "engine" or any(modes(site) != "off" for site in point.sites)
-        ]
+        may_be_on = self._plan.may_be_on
+        wanted = [point for point in points if point.when == "engine" or any(map(may_be_on, point.sites))]
         return Candidates(tuple(wanted), candidates.problems)
 
     def _step_hook(self, worker_class: type) -> Hook:
         """BEFORE each step: the steps that came before it have fired what they fire."""
+        assert self.sync is not None
+        metrics = Metrics(self.sync)
 
         def before(worker: Any, batch: Any, *args: Any, **kwargs: Any) -> None:
             assert self.sync is not None
             self.sync.next_step()
+            metrics.update()
             if self._decode_steps <= PROOF_STEPS and batch.forward_mode.is_decode():
                 if self._decode_steps == PROOF_STEPS:
                     self.prove()
@@ -217,7 +236,7 @@ class Adapter:
         if group.world_size > 1:
             evidence = store_of(group.cpu_group).exchange("hooks fired", evidence[0], self._plan.timeout_s)
         problems = conclude(evidence, PROOF_STEPS, self.firings.decisions)
-        if problems and read_environment().strict:
+        if problems and is_strict():
             raise EngineError("hooks were applied and did not fire:\n  " + "\n  ".join(problems))
         if problems:
             logger.warning("hooks were applied and did not fire:\n  %s", "\n  ".join(problems))
@@ -267,13 +286,14 @@ def platform_name() -> str:
     return next(found, "cpu")
 
 
-def tell_engine(plan: Plan, points: Iterable[BroadcastPoint]) -> None:
+def tell_engine(plan: Plan, algorithm: str | None) -> None:
     """Set the engine's own variable to what the plan says of the sites that the engine broadcasts itself.
 
     The engine reads it when the worker is made, knows fewer words than the policy grammar has, and stops at others.
-    A site in mode audit stays on: the engine can only broadcast.
+    A site in mode audit stays on: the engine can only broadcast. What the operator wrote there in the engine's own
+    words stays as it is: a preset can mean less to a release that has less to broadcast.
     """
-    if not any(point.when == "engine" and "SpecTpSync" in point.target for point in points):
+    if find_spec(ENGINE_SYNC) is None or _engine_understands(read_environment().sites):
         return
     from sglang.srt.speculative.spec_tp_sync import SpecTpSyncSite
 
@@ -282,11 +302,24 @@ def tell_engine(plan: Plan, points: Iterable[BroadcastPoint]) -> None:
     for site in SpecTpSyncSite:
         names = drafts if site.slug == ENGINE_DRAFT else {site.slug}
         modes = {plan.mode(name) for name in names & set(plan.sites)}
-        if "audit" in modes:
+        if "audit" in modes and site.slug.startswith(f"{algorithm}-"):
             logger.warning("%s is in mode audit, which the engine does not have: it broadcasts there.", site.slug)
         if modes - {"off"}:
             wanted.append(site.slug)
     hand_over(POLICY_VARIABLE, "all" if len(wanted) == len(SpecTpSyncSite) else ",".join(wanted) or "off")
+
+
+def _engine_understands(policy: Setting[str] | None) -> bool:
+    """Whether the policy is the engine's variable, and the engine knows its words."""
+    from sglang.srt.speculative.spec_tp_sync import parse_spec_tp_sync
+
+    if policy is None or policy.origin != POLICY_VARIABLE:
+        return False
+    try:
+        parse_spec_tp_sync(policy.value)
+    except ValueError:
+        return False
+    return True
 
 
 def apply_hooks(hooks: Sequence[Hook]) -> list[str]:

@@ -13,6 +13,7 @@ from specsync_core.errors import EngineError, SpecSyncError
 from specsync_core.facts import EngineFacts
 from specsync_core.hookspecs import BroadcastPoint
 from specsync_core.manager import PluginManager
+from specsync_core.settings import read_environment
 
 logger = logging.getLogger("specsync")
 
@@ -65,6 +66,15 @@ def _leading_numbers(version: str) -> tuple[int, ...]:
             break
         numbers.append(int(digits))
     return tuple(numbers)
+
+
+def is_strict() -> bool:
+    """Whether what is not as known stops the start. An environment that cannot be read does; `agree_to_start` says how,
+    on every rank, when the plan is resolved."""
+    try:
+        return read_environment().strict
+    except SpecSyncError:
+        return True
 
 
 def agree_to_start(attempt: Callable[[], Candidates], strict: bool, exchange: Exchange | None) -> Candidates:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import logging
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from specsync_core import settings
 from specsync_core.errors import PolicyError
 from specsync_core.policy_file import PolicyFile, find_policy_file, read_policy_file
 from specsync_core.settings import VARIABLES, Environment, Setting, disabled_plugins, read_environment
@@ -333,3 +336,48 @@ def test_a_pyproject_that_is_named_must_have_the_table(tmp_path: Path) -> None:
 
 def test_the_table_must_be_a_table(tmp_path: Path) -> None:
     assert "write it as a table, [tool.specsync]." in file_refusal(tmp_path, "[tool]\nspecsync = 1\n", "pyproject.toml")
+
+
+@pytest.fixture
+def environ(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    for variable in ("SPECSYNC_SITES", "SGLANG_SPEC_TP_SYNC"):
+        monkeypatch.setenv(variable, "all")  # both are put back afterwards
+        monkeypatch.delenv(variable)
+    yield monkeypatch
+    settings._handed_over.clear()
+
+
+def test_what_is_handed_over_to_an_engine_is_not_read_back_as_the_operators(environ: pytest.MonkeyPatch) -> None:
+    environ.setenv("SPECSYNC_SITES", "eagle:audit")
+    settings.hand_over("SGLANG_SPEC_TP_SYNC", "off")
+    assert os.environ["SGLANG_SPEC_TP_SYNC"] == "off"
+    assert read_environment().sites == Setting("eagle:audit", "SPECSYNC_SITES")
+
+
+def test_the_operators_text_is_read_on_below_what_was_handed_over_twice(environ: pytest.MonkeyPatch) -> None:
+    environ.setenv("SGLANG_SPEC_TP_SYNC", "dspark-draft-greedy")
+    settings.hand_over("SGLANG_SPEC_TP_SYNC", "dspark-draft")
+    settings.hand_over("SGLANG_SPEC_TP_SYNC", "off")
+    assert read_environment().sites == Setting("dspark-draft-greedy", "SGLANG_SPEC_TP_SYNC")
+
+
+def test_what_somebody_else_wrote_there_since_counts(environ: pytest.MonkeyPatch) -> None:
+    settings.hand_over("SGLANG_SPEC_TP_SYNC", "off")
+    environ.setenv("SGLANG_SPEC_TP_SYNC", "rng")
+    assert read_environment().sites == Setting("rng", "SGLANG_SPEC_TP_SYNC")
+
+
+@pytest.mark.parametrize(("published", "shared"), [(None, "all,-eagle"), ("rng", "rng")])
+def test_our_policy_is_shared_where_the_published_variable_is_not_set(
+    environ: pytest.MonkeyPatch, published: str | None, shared: str
+) -> None:
+    environ.setenv("SPECSYNC_SITES", "all,-eagle")
+    if published is not None:
+        environ.setenv("SGLANG_SPEC_TP_SYNC", published)
+    settings.share_policy()
+    assert os.environ["SGLANG_SPEC_TP_SYNC"] == shared
+
+
+def test_without_a_policy_nothing_is_shared(environ: pytest.MonkeyPatch) -> None:
+    settings.share_policy()
+    assert "SGLANG_SPEC_TP_SYNC" not in os.environ
