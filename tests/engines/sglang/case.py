@@ -111,6 +111,18 @@ def starve(case: Case, free_gib: float) -> None:
     common.get_cpu_ids_by_node = lambda: ["0"]
 
 
+def measure_memory(case: Case, site: str) -> None:
+    """The memory gate of a release that has the published fix: its own min-reduction, over the capture group."""
+    from sglang.srt.layers.dp_attention import get_dp_tp_group
+    from sglang.srt.runtime_context import get_parallel
+    from sglang.srt.speculative.spec_tp_sync import SpecTpSync, SpecTpSyncSite
+
+    starve(case, 0.5)
+    sync = SpecTpSync(get_dp_tp_group())
+    free_gib = sync.available_memory_gb(SpecTpSyncSite[site], "cpu", 0, group=get_parallel().tp_group)
+    case.record("capture the draft graph", free_gib >= 1.0)
+
+
 class LateEvent:
     """A copy to the host that has ended on rank 0 and is under way elsewhere."""
 

@@ -18,6 +18,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 os.environ.setdefault("TRITON_INTERPRET", "1")
+os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 sys.path.insert(0, str(Path(__file__).parent / "stubs"))
 
 import torch
@@ -30,8 +31,8 @@ POLICIES = {
     "off": {"SPECSYNC_SITES": "off"},
     "all": {"SPECSYNC_SITES": "all"},
 }
-LAYOUTS = ((2, 1), (4, 2))
-"""Ranks and attention groups."""
+LAYOUTS = {(2, 1): ALGORITHMS, (4, 2): ALGORITHMS, (2, 2): ("dspark", "dflash")}
+"""Ranks and attention groups, and the algorithms to run there: attention groups of one rank have gates to agree on."""
 IMPORTED = (
     "sglang.srt.layers.sampler",
     "sglang.srt.speculative.dspark_components.dspark_worker_v2",
@@ -74,7 +75,7 @@ def main() -> None:
     runs = []
     chosen = sys.argv[1:] or ALGORITHMS
     for algorithm in chosen:
-        for world_size, groups in LAYOUTS:
+        for world_size, groups in (layout for layout, algorithms in LAYOUTS.items() if algorithm in algorithms):
             for policy, environ in POLICIES.items():
                 started = time.monotonic()
                 ranks = fork_ranks(lambda rank, name=algorithm: run_rank(rank, name), world_size, groups, environ)

@@ -1,14 +1,23 @@
 """Start the real engine on two CPU ranks, serve a few rounds, and print the tokens as JSON, one line a round.
 
-python engine.py '{"speculative_algorithm": "NGRAM", ...}' --rounds 2 --tokens 32 --temperature 0
+    python engine.py '{"speculative_algorithm": "NGRAM", ...}' --rounds 3:0 1:0 1:1.5 --tokens 24 --temperature 0
+
+A round is a number of prompts and the shim's fault on rank 1; every round begins from the same state of the random
+generators.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
+import os
 import tempfile
+from collections.abc import Callable
+from multiprocessing import forkserver
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
+from typing import Any
 
 TARGET = {
     "architectures": ["LlamaForCausalLM"],
@@ -80,21 +89,49 @@ SERVER = {
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("arguments", type=json.loads)
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--tokens", type=int, default=32)
+    parser.add_argument("--rounds", nargs="+", help="PROMPTS:FAULT, as the shim has it")
+    parser.add_argument("--tokens", type=int, default=24)
     parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--spawn", action="store_true", help="start processes as the engine does; half a minute longer")
     options = parser.parse_args()
+    if not options.spawn:
+        take_processes_from_a_fork_server()
     import sglang
 
     with tempfile.TemporaryDirectory() as folder:
         engine = sglang.Engine(
             **SERVER | {"model_path": model(folder, "target")} | arguments(folder, options.arguments)
         )
+        print("READY", flush=True)
         sampling = {"temperature": options.temperature, "max_new_tokens": options.tokens, "ignore_eos": True}
-        for _ in range(options.rounds):
-            answers = engine.generate(input_ids=PROMPTS, sampling_params=sampling)
+        for number, (count, fault) in enumerate(one.split(":") for one in options.rounds):
+            Path(os.environ["SHIM_ROUND"]).write_text(f"{number} {fault}")  # nothing runs: all ranks read it next
+            answers = engine.generate(input_ids=PROMPTS[: int(count)], sampling_params=sampling)
             print("ROUND", json.dumps([answer["output_ids"] for answer in answers]), flush=True)
         engine.shutdown()
+
+
+def take_processes_from_a_fork_server() -> None:
+    """Let the engine's processes start from one that has imported the engine, and nothing more of it was run there.
+
+    As after the engine's own spawn, each loads its plugins itself; only the imports are shared, 20 seconds of them.
+    """
+    multiprocessing.set_forkserver_preload(["sglang.srt.managers.scheduler", "sglang.srt.models.registry"])
+    forkserver.ensure_running()  # it imports while this process does
+    multiprocessing.set_start_method = lambda *_, **__: None
+    multiprocessing.Process = Forked
+
+
+class Forked(ForkServerProcess):
+    """A process with its parent's variables: the server has those of the time when it was started."""
+
+    def __init__(self, target: Callable[..., Any], args: tuple[Any, ...] = (), **kwargs: Any) -> None:
+        super().__init__(target=run_with, args=(dict(os.environ), target, args, kwargs.pop("kwargs", {})), **kwargs)
+
+
+def run_with(environ: dict[str, str], target: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    os.environ.update(environ)
+    return target(*args, **kwargs)
 
 
 def arguments(folder: str, given: dict[str, object]) -> dict[str, object]:

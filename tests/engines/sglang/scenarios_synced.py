@@ -5,7 +5,19 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import torch
-from case import B, Case, G, S, V, create_worker, resolve_confidences, sample_first_tokens, sampling_info
+from case import (
+    B,
+    Case,
+    G,
+    S,
+    V,
+    create_worker,
+    measure_memory,
+    resolve_confidences,
+    sample_first_tokens,
+    sampling_info,
+)
+from drafting import draft_steps
 from scenarios_unsynced import ngram_scenario
 
 CANDIDATES = 4
@@ -15,6 +27,7 @@ CANDIDATES = 4
 def dspark(case: Case) -> None:
     create_worker("DSPARK")
     resolve_confidences(case)
+    measure_memory(case, "DSPARK_MEM")
 
 
 def dflash(case: Case) -> None:
@@ -28,6 +41,7 @@ def dflash(case: Case) -> None:
         case.record(name, *(tensor.tolist() for verdict in verdicts for tensor in verdict))
     simulate(-1.0)
     selected_block(case, worker)
+    measure_memory(case, "DFLASH_MEM")
 
 
 def simulate(length: float) -> None:
@@ -94,6 +108,7 @@ def selected_block(case: Case, worker: object) -> None:
 
 def eagle(case: Case) -> None:
     create_worker("EAGLE")
+    draft_steps(case)
     draft_tree(case)
     verify_chain(case)
     sample_first_tokens(case)

@@ -18,6 +18,7 @@ from case import (
     sampling_info,
     starve,
 )
+from drafting import draft_steps
 
 RANK, HIDDEN = 8, 16
 """Of the Markov heads."""
@@ -316,6 +317,7 @@ def eagle(case: Case) -> None:
 
     create_worker("EAGLE")
     eagle_utils._is_xpu = True  # the Triton kernels, in the interpreter
+    draft_steps(case)
     verify_input, batch = draft_tree(case)
     verify_tree(case, verify_input, batch)
     sample_first_tokens(case)

@@ -12,9 +12,13 @@ import pytest
 from tests.engines.sglang.environment import HERE, VERSIONS, is_built, python_of
 
 LAYOUTS = {"2 ranks": (2, 1), "4 ranks in 2 attention groups": (4, 2)}
+GROUPS_OF_ONE = "2 ranks in attention groups of one"
 ALGORITHMS = ("dspark", "dflash", "eagle", "ngram")
-SYNCED_BY_THE_ENGINE = {"0.5.17": set(), "0.5.23": {"accept, greedy"}}
-"""Decisions that the engine broadcasts itself when the plugin is absent."""
+SYNCED_BY_THE_ENGINE = {
+    ("0.5.23", "dspark"): {"capture the draft graph"},
+    ("0.5.23", "dflash"): {"capture the draft graph", "accept, greedy"},
+}
+"""Decisions that the engine settles itself when the plugin is absent."""
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -30,7 +34,7 @@ def runs(version: str) -> list[dict[str, Any]]:
 
 
 def run(version: str, algorithm: str, policy: str, layout: str) -> dict[str, Any]:
-    ranks, groups = LAYOUTS[layout]
+    ranks, groups = (LAYOUTS | {GROUPS_OF_ONE: (2, 2)})[layout]
     wanted = {"algorithm": algorithm, "policy": policy, "ranks": ranks, "attention_groups": groups}
     (found,) = [each for each in runs(version) if wanted.items() <= each.items()]
     return found
@@ -60,7 +64,7 @@ everywhere = pytest.mark.parametrize(
 def test_ranks_disagree_without(version, algorithm, layout, policy):
     found = run(version, algorithm, policy, layout)
     agreed = {name for name in decisions(found) if all(agrees(group, name) for group in groups_of(found))}
-    by_engine = SYNCED_BY_THE_ENGINE[version] if policy == "absent" and algorithm == "dflash" else set()
+    by_engine = SYNCED_BY_THE_ENGINE.get((version, algorithm), set()) if policy == "absent" else set()
     assert agreed == by_engine
     assert found["by_rank"][0]["sites"] == {}
 
@@ -85,12 +89,26 @@ def test_attention_groups_decide_for_themselves_but_start_alike(version, algorit
         assert (first == second) == (whole_group or leaders_decide_alike), decision
 
 
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("algorithm", ["dspark", "dflash"])
+def test_memory_gates_agree_over_all_ranks_where_an_attention_group_has_one(version, algorithm):
+    """SG #39886: the published fix empties its set of sites there, and the gate stays local."""
+    absent, found = (run(version, algorithm, policy, GROUPS_OF_ONE) for policy in ("absent", "all"))
+    for gate in (name for name in decisions(found) if name.startswith(("capture", "fold"))):
+        assert not agrees(absent["by_rank"], gate)
+        assert agrees(found["by_rank"], gate)
+    assert set(found["by_rank"][0]["sites"]) == {f"{algorithm}-mem"}
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_what_the_fixed_engine_broadcasts_is_not_broadcast_twice(layout):
     for algorithm, own in {
         "dspark": set(),
         "dflash": {"dflash-accept-simulated", "dflash-draft-selector"},
-        "eagle": {"eagle-verify-greedy", "eagle-accept-simulated", "eagle-draft-tree", "eagle-target"},
+        "eagle": {
+            *("eagle-verify-greedy", "eagle-accept-simulated", "eagle-target"),
+            *("eagle-draft", "eagle-draft-tree"),
+        },
         "ngram": {"eagle-ngram-draft"},
     }.items():
         assert set(run("0.5.23", algorithm, "all", layout)["by_rank"][0]["sites"]) == own

@@ -1,7 +1,9 @@
 """TEST ONLY. A plugin that opens SGLang's speculative paths on CPU, and makes rank 1's logits differ.
 
-Found by its metadata beside it when this folder is on PYTHONPATH. ``SHIM_SKEW`` is the size of the difference in
-standard deviations of the logits (unset: none), ``SHIM_WEIGHTS`` the range of the dummy weights.
+Found by its metadata beside it when this folder is on PYTHONPATH. The file ``SHIM_ROUND`` holds the round's number
+and rank 1's fault: the size of the difference in standard deviations of the logits, or ``draw``, one draw more than
+rank 0 from its generator. When the number changes, every rank seeds its generators anew. ``SHIM_TRACE`` is a folder
+in which each rank writes the collectives that it enters and leaves.
 """
 
 from __future__ import annotations
@@ -9,6 +11,8 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 SPECULATIVE = "sglang.srt.speculative"
@@ -20,6 +24,8 @@ def register() -> None:
 
     take_triton_kernels()
     allow_native_draft_backend()
+    if folder := os.environ.get("SHIM_TRACE"):
+        trace_collectives(Path(folder))
     around = {
         f"{NATIVE}.forward_extend": extend,
         "sglang.srt.arg_groups.speculative_hook._handle_dspark": pass_device_gate,
@@ -31,9 +37,9 @@ def register() -> None:
     }
     for target, hook in around.items():
         HookRegistry.register(target, hook, HookType.AROUND)
-    HookRegistry.register(
-        "sglang.srt.managers.tp_worker.TpModelWorker.forward_batch_generation", skew_block_logits, HookType.AFTER
-    )
+    target_forward = "sglang.srt.managers.tp_worker.TpModelWorker.forward_batch_generation"
+    HookRegistry.register(target_forward, begin_round, HookType.BEFORE)
+    HookRegistry.register(target_forward, skew_block_logits, HookType.AFTER)
     HookRegistry.register(
         "sglang.srt.model_loader.weight_utils.initialize_dummy_weights", wide_weights, HookType.BEFORE
     )
@@ -62,22 +68,33 @@ def take_triton_kernels() -> None:
 
 def allow_native_draft_backend() -> None:
     workers = importlib.import_module(f"{SPECULATIVE}.draft_worker_common")
-    workers._SUPPORTED_DRAFT_BACKENDS = (*workers._SUPPORTED_DRAFT_BACKENDS, "torch_native")
+    if hasattr(workers, "DRAFT_ATTENTION_BACKEND_CHOICES"):  # 0.5.23
+        workers.DRAFT_ATTENTION_BACKEND_CHOICES.append("torch_native")
+    else:
+        workers._SUPPORTED_DRAFT_BACKENDS = (*workers._SUPPORTED_DRAFT_BACKENDS, "torch_native")
 
 
 class _CpuThatPassesForCuda(str):
     def startswith(self, prefix: Any, *bounds: int) -> bool:
-        return prefix == "cuda" or super().startswith(prefix, *bounds)
+        return "cuda" in (prefix if isinstance(prefix, tuple) else (prefix,)) or super().startswith(prefix, *bounds)
 
 
 def pass_device_gate(original: Any, server_args: Any) -> Any:
     """Argument handling stops at a device other than CUDA; nothing else of it depends on the device."""
-    object.__setattr__(server_args, "device", _CpuThatPassesForCuda("cpu"))
+    resolve(server_args, device=_CpuThatPassesForCuda("cpu"))
     result = original(server_args)
-    object.__setattr__(server_args, "device", "cpu")
-    object.__setattr__(server_args, "speculative_draft_attention_backend", "torch_native")
-    object.__setattr__(server_args, "disable_overlap_schedule", True)
+    native = "torch_native"
+    resolve(server_args, device="cpu", speculative_draft_attention_backend=native, disable_overlap_schedule=True)
     return result
+
+
+def resolve(server_args: Any, **fields: Any) -> None:
+    hook = sys.modules["sglang.srt.arg_groups.speculative_hook"]
+    if hasattr(hook, "declare_resolution"):  # 0.5.23 keeps what is resolved apart from what was given
+        hook.declare_resolution(server_args, "specsync-test-shim", **fields)
+        return
+    for name, value in fields.items():
+        object.__setattr__(server_args, name, value)
 
 
 def extend(
@@ -138,19 +155,38 @@ def gather_on_gloo(original: Any, self: Any, output: Any, given: Any, *args: Any
     return torch.distributed.all_gather(parts, given.reshape(-1).contiguous(), group=self.device_group)
 
 
-_noise: Any = None
+_round, _skew, _noise = "", 0.0, None
+
+
+def begin_round(*args: Any, **kwargs: Any) -> None:
+    """Take what holds for this round, and begin it as every round began."""
+    global _round, _skew, _noise
+    import torch
+
+    path = Path(os.environ["SHIM_ROUND"])
+    said = path.read_text() if path.exists() else ""
+    if said == _round:
+        return
+    _round, fault = said, said.split()[1]
+    _noise = torch.Generator().manual_seed(99)
+    torch.manual_seed(1)
+    _skew = 0.0 if fault == "draw" else float(fault)
+    if fault == "draw" and is_rank_1():
+        torch.rand(1)
+
+
+def is_rank_1() -> bool:
+    from sglang.srt.runtime_context import get_parallel
+
+    return bool(get_parallel().tp_group.rank_in_group == 1)
 
 
 def skew(logits: Any) -> None:
     """Change rank 1's logits in place: what an inexact all-reduce does, before anything is decided from them."""
-    global _noise
     import torch
-    from sglang.srt.runtime_context import get_parallel
 
-    size = float(os.environ.get("SHIM_SKEW", "0"))
-    if size and get_parallel().tp_group.rank_in_group == 1:
-        _noise = _noise or torch.Generator().manual_seed(99)
-        logits.add_(torch.randn(logits.shape, generator=_noise).to(logits.dtype) * size * logits.std())
+    if _skew and is_rank_1():
+        logits.add_(torch.randn(logits.shape, generator=_noise).to(logits.dtype) * _skew * logits.std())
 
 
 def skew_tree_logits(
@@ -169,10 +205,36 @@ def skew_block_logits(result: Any, worker: Any, *args: Any, **kwargs: Any) -> No
 
 def wide_weights(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
     """Dummy weights are so small by default that every token is as likely as another."""
-    wide = float(os.environ.get("SHIM_WEIGHTS", "0.4"))
-    kwargs.setdefault("low", -wide)
-    kwargs.setdefault("high", wide)
+    kwargs.setdefault("low", -0.4)
+    kwargs.setdefault("high", 0.4)
     return args, kwargs
+
+
+def trace_collectives(folder: Path) -> None:
+    """Write each collective's name and payload on entering it, and the end of the line on leaving it."""
+    import torch.distributed
+
+    files: dict[int, int] = {}
+
+    def write(text: str) -> None:
+        rank = torch.distributed.get_rank()
+        if rank not in files:
+            files[rank] = os.open(folder / f"rank-{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.write(files[rank], text.encode())
+
+    def traced(name: str, collective: Callable[..., Any]) -> Callable[..., Any]:
+        def enter(*args: Any, **kwargs: Any) -> Any:
+            given = kwargs.get("tensor", args[0] if args else None)
+            shape = f" {given.dtype} {list(given.shape)}".replace("torch.", "") if hasattr(given, "shape") else ""
+            write(f"{name}{shape}")
+            result = collective(*args, **kwargs)
+            write("\n")
+            return result
+
+        return enter
+
+    for name in ("all_reduce", "broadcast", "all_gather", "all_gather_into_tensor", "gather", "barrier"):
+        setattr(torch.distributed, name, traced(name, getattr(torch.distributed, name)))
 
 
 class HistoryCorpus:
