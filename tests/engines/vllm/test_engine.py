@@ -11,7 +11,7 @@ from tests.engines.vllm.matrix import GATE, HOT, SEED, SETUPS, keep_hang, matrix
 from tests.engines.vllm.serving import serve
 
 each = pytest.mark.parametrize("name", SETUPS)
-v2 = pytest.mark.parametrize("name", [name for name, setup in SETUPS.items() if setup.is_v2])
+seeded = pytest.mark.parametrize("name", [name for name, setup in SETUPS.items() if SEED in setup.faults])
 pytestmark = [
     pytest.mark.timeout(1800),
     pytest.mark.skipif(not is_built(NEWEST), reason=f"no environment of vllm {NEWEST}: run `make test-engines`"),
@@ -55,12 +55,12 @@ def test_without_sync_the_same_rounds_diverge(name):
     assert all(found[fault][1] for fault in faults if fault.startswith(("tok", "draft")))
 
 
-@v2
+@seeded
 def test_without_sync_a_stray_draw_gives_other_seeds_and_other_samples(name):
     run = matrix_run(name, "all:audit")
     assert run.ended, run.log[-4000:]
     assert run.round(SEED).differing > 0
-    assert run.mismatched_calls("vllm-seed") == 3
+    assert run.mismatched_calls("vllm-seed") >= 3
 
 
 @pytest.mark.parametrize("name", ["V1, eagle", "V1, async, eagle"])

@@ -3,7 +3,8 @@
 `arm` is called between rounds, with one of tok, acc-1, acc+1, draft, draftlen, gate, seed, exc, hook, or an empty text,
 and the numbers of the verify steps in which it strikes. ``exc`` raises in the engine's function, ``hook`` returns what
 makes specsync's hook behind it raise. SHIM_ASYNC=1 allows async scheduling, and SHIM_FORK=1 forked workers: vLLM's
-defaults, which it turns off on CPU.
+defaults, which it turns off on CPU. SHIM_BREAK makes rank 1 unfit: ``signature`` gives a hooked function another
+parameter, ``unhook`` takes a hook away behind specsync's back, ``absent`` keeps specsync from starting.
 
 It wraps the engine's functions before the worker's device is there, so it is inside of what specsync hooks later: a
 fault strikes the rank's own decision, and not what was agreed on.
@@ -22,8 +23,8 @@ from typing import Any
 VICTIM = 1
 _fault, _at = "", ""
 _verify_step = 0
-_proposing_s, _proposals = 0.0, 0
-"""What looking drafts up on the host took, and how often it was done."""
+_proposing_s: list[float] = []
+"""What looking drafts up on the host took, call after call."""
 _fed: list[Any] = []
 """What the target's forwards were fed since the last `arm`: token ids and positions."""
 
@@ -39,13 +40,37 @@ def register() -> None:
 
     @wraps(original)
     def init_device(wrapper: Any, *args: Any, **kwargs: Any) -> Any:
-        (prepare_v2 if getattr(wrapper.worker, "use_v2_model_runner", False) else prepare_v1)()
+        if getattr(wrapper.worker, "use_v2_model_runner", False):
+            prepare_v2(wrapper.vllm_config.speculative_config.method)
+        else:
+            prepare_v1()
+        if os.environ.get("SHIM_BREAK") and wrapper.rpc_rank == VICTIM:
+            unfit(os.environ["SHIM_BREAK"], type(wrapper.worker))
         type(wrapper.worker).specsync_arm = arm
         type(wrapper.worker).specsync_stats = stats
         return original(wrapper, *args, **kwargs)
 
     init_device._test_shim = True
     WorkerWrapperBase.init_device = init_device
+
+
+def unfit(how: str, worker: Any) -> None:
+    owner, name = method("vllm.v1.worker.gpu_model_runner.GPUModelRunner._sample")
+    original = getattr(owner, name)
+    if how == "signature":
+        setattr(owner, name, lambda self, logits, spec_decode_metadata, novelty=None: None)
+    elif how == "unhook":
+        load_model = worker.load_model
+
+        def unhooked(*args: Any, **kwargs: Any) -> Any:
+            setattr(owner, name, original)
+            return load_model(*args, **kwargs)
+
+        worker.load_model = unhooked
+    else:
+        from specsync_core.engines import vllm
+
+        vllm._start = lambda *_: None
 
 
 def undo_the_platforms_choices() -> None:
@@ -84,7 +109,7 @@ def stats(worker: Any) -> dict[str, Any]:
     counted = {} if sync is None else {slug: found.as_dict() for slug, found in sync.stats().items() if found.calls}
     fired = {} if adapter is None else adapter.firings.counts
     imported = [name for name in sys.modules if name.partition(".")[0] == "vllm"]
-    return {"stats": counted, "fired": fired, "proposing_s": _proposing_s, "proposals": _proposals, "modules": imported}
+    return {"stats": counted, "fired": fired, "proposing_s": _proposing_s, "modules": imported}
 
 
 def strikes(kind: str) -> bool:
@@ -162,11 +187,9 @@ def faulty_step_v1(original: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def faulty_rows(original: Any, *args: Any, **kwargs: Any) -> Any:
-    global _proposing_s, _proposals
-    _proposals += 1
     started = time.perf_counter()
     rows = original(*args, **kwargs)
-    _proposing_s += time.perf_counter() - started
+    _proposing_s.append(time.perf_counter() - started)
     for row in rows:
         if row and strikes("draft"):
             row[0] = (row[0] + 11) % 500
@@ -188,12 +211,21 @@ def noted_forward(
 # --- the V2 runner ---------------------------------------------------------------------------------
 
 
-def prepare_v2() -> None:
+SPECULATORS = "vllm.v1.worker.gpu.spec_decode"
+WHOLE_BLOCKS = {
+    "dflash": f"{SPECULATORS}.dflash.speculator.DFlashSpeculator.propose",
+    "ngram": f"{SPECULATORS}.ngram.speculator.NgramGPUSpeculator.propose",
+}
+
+
+def prepare_v2(speculation: str) -> None:
     runner = "vllm.v1.worker.gpu.model_runner.GPUModelRunner"
     wrap(*method(f"{runner}.sample"), faulty_sample_v2)
     wrap(*method(f"{runner}.prepare_inputs"), noted_inputs)
     wrap(*method("vllm.v1.worker.gpu.sample.states.SamplingStates.add_request"), faulty_seed)
-    wrap(*method("vllm.v1.worker.gpu.spec_decode.speculator.DraftModelSpeculator.sample_draft"), faulty_step_v2)
+    wrap(*method(f"{SPECULATORS}.speculator.DraftModelSpeculator.sample_draft"), faulty_step_v2)
+    if speculation in WHOLE_BLOCKS:
+        wrap(*method(WHOLE_BLOCKS[speculation]), faulty_block_v2)
 
 
 def faulty_sample_v2(original: Any, runner: Any, hidden_states: Any, batch: Any, grammar: Any) -> Any:
@@ -232,6 +264,13 @@ def faulty_step_v2(original: Any, *args: Any, **kwargs: Any) -> Any:
     tokens = original(*args, **kwargs)
     if strikes("draft") and tokens.numel():
         tokens[0] = (tokens[0] + 11) % 500
+    return tokens
+
+
+def faulty_block_v2(original: Any, *args: Any, **kwargs: Any) -> Any:
+    tokens = original(*args, **kwargs)
+    if strikes("draft") and tokens.numel():
+        tokens[0, 0] = (tokens[0, 0] + 11) % 500
     return tokens
 
 
