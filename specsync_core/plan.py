@@ -91,6 +91,12 @@ class Plan:
         """Return one site's mode. Raises RegistryError when there is no such site."""
         return self[key].mode.value
 
+    def may_be_on(self, key: Site | str | int) -> bool:
+        """Whether a site is on, or live control may turn it on. Raises RegistryError when there is no such site."""
+        planned = self[key]
+        may_change = self.control.value is not None and planned.site.kind != "consensus"
+        return may_change or planned.mode.value != "off"
+
     def __eq__(self, other: object) -> bool:
         return self.digest == other.digest if isinstance(other, Plan) else NotImplemented
 

@@ -22,12 +22,12 @@ ReadScope = Callable[[], str | None]
 
 
 def active_points(points: Iterable[BroadcastPoint], sync: SpecTpSync) -> list[BroadcastPoint]:
-    """Return the points that need a hook: one of their sites is on, in a group of more than one rank."""
+    """Return the points that need a hook: one of their sites is on or may be turned on, in a group of several ranks."""
     return [
         point
         for point in points
         if point.when != "engine"
-        and any(map(sync.enabled, point.sites))
+        and any(map(sync.reachable, point.sites))
         and not (point.unless is not None and sync.enabled(point.unless) and sync.plan.mode(point.unless) == "sync")
     ]
 
@@ -80,7 +80,7 @@ def _hook(
     if point.op is not None:
         agreed = {slug: slug for slug in point.sites if sync.enabled(slug)}
         return Hook(point.target, "after", _agree(point, agreed, sync, fired, own_modules), agreed.clear)
-    calls = {slug: sync.point(slug) for slug in point.sites if sync.enabled(slug)}
+    calls = {slug: sync.point(slug) for slug in point.sites if sync.reachable(slug)}
     build = {"after": _after, "before": _before, "callback": _callback}[point.when]
     kind: Literal["before", "after"] = "after" if point.when == "after" else "before"
     return Hook(point.target, kind, build(point, calls, fired, read_scope), calls.clear)

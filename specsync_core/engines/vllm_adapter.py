@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from specsync_core.collectives import GroupStore, store_of
+from specsync_core.diagnostics.metrics import Metrics
 from specsync_core.engines.hooks import Hook, active_points, build_hooks
 from specsync_core.engines.known import VLLM
-from specsync_core.engines.metrics import Metrics
 from specsync_core.engines.patch import apply_hooks
 from specsync_core.engines.proof import Firings, conclude, report
 from specsync_core.engines.start import Candidates, agree_to_start, find_points
@@ -92,7 +92,7 @@ class Adapter:
             theirs = self._exchange("hooks applied", unapplied)
             if problems := [f"  group rank {rank}: {', '.join(paths)}" for rank, paths in enumerate(theirs) if paths]:
                 raise EngineError("hooks could not be applied:\n" + "\n".join(problems))
-            self._metrics = Metrics(self.sync, self.groups.tp.rank_in_group)
+            self._metrics = Metrics(self.sync)
         self._log_start()
 
     def _exchange(self, topic: str, payload: Any) -> list[Any]:
@@ -106,11 +106,10 @@ class Adapter:
         if self._store is None or not self._decides:
             return Candidates(())
         candidates = find_points(manager, self.facts, VLLM.versions)
-        modes = self._plan.mode
         ours = [
             point
             for point in candidates.points
-            if point.target.startswith(V2_MODULES) == self.is_v2 and any(modes(site) != "off" for site in point.sites)
+            if point.target.startswith(V2_MODULES) == self.is_v2 and any(map(self._plan.may_be_on, point.sites))
         ]
         # The runner is made, and has imported what it runs. Nothing is imported for a look at its signature.
         self._absent = [point for point in ours if not is_imported(point)]
