@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -56,7 +57,7 @@ def test_rates_at_the_ends() -> None:
 
 def test_shares_of_the_error_add_up_to_the_whole_and_never_to_more() -> None:
     spent = [share(0.01, number) for number in range(1, 1000)]
-    assert all(earlier > later > 0 for earlier, later in zip(spent, spent[1:], strict=False))
+    assert all(earlier > later > 0 for earlier, later in pairwise(spent))
     assert 0.0099 < math.fsum(spent) < 0.01
 
 
