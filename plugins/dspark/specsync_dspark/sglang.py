@@ -31,7 +31,8 @@ def points(engine: EngineFacts) -> Sequence[BroadcastPoint]:
     """The points of every known version; none for another engine or another algorithm."""
     if engine.engine != "sglang" or engine.algorithm not in (None, "dspark"):
         return ()
-    found = (*_drafts(), *_accepts(), *_accepts_in_graph(), *_start_up_and_prefill(), *_plan(), _synced_by_the_engine())
+    accepts = (*_accepts(), *_accepts_in_graph(), _simulated_accept())
+    found = (*_drafts(), *accepts, *_start_up_and_prefill(), *_plan(), _synced_by_the_engine())
     return found if engine.dp_attention is False else (*found, _memory_gate_of_a_lone_rank())
 
 
@@ -107,6 +108,22 @@ def _accepts() -> Sequence[BroadcastPoint]:
             proof="accept",
         )
     ]
+
+
+def _simulated_accept() -> BroadcastPoint:
+    """0.5.18 draws the forced length after the accept, from each rank's own generator; what came before agrees already.
+
+    Earlier releases force the same length on every rank, later ones broadcast after it.
+    """
+    return BroadcastPoint(
+        target=f"{PARTS}.dspark_verify.TargetVerifyExecutor._simulated_correct_len",
+        when="after",
+        sites=("dspark-accept-simulated",),
+        site_of=lambda _: "dspark-accept-simulated",
+        tensors_of=lambda call: (call.result, call.result.clone(), call.result.clone()),  # the last two are not read
+        versions="==0.5.18",
+        signature=("self", "bs", "dtype", "device"),
+    )
 
 
 def _eager_accept(call: Call) -> str:
@@ -230,7 +247,10 @@ def _synced_by_the_engine() -> BroadcastPoint:
     return BroadcastPoint(
         target="sglang.srt.speculative.spec_tp_sync.SpecTpSync.sync",
         when="engine",
-        sites=("dspark-mem", *DRAWS, *GRAPH_DRAWS, *ACCEPTS, "dspark-accept-graph", "dspark-target"),
+        sites=(
+            *("dspark-mem", *DRAWS, *GRAPH_DRAWS, *ACCEPTS, "dspark-accept-graph"),
+            *("dspark-accept-simulated", "dspark-target"),
+        ),
         site_of=lambda _: None,
         tensors_of=no_tensors,
         versions=SYNCED,

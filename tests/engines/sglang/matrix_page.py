@@ -3,13 +3,17 @@
     python -m tests.engines.sglang.matrix_page [RESULTS.xml]
 
 Runs the decision functions in both environments (`make test-engines` builds them). RESULTS.xml is what
-``make test-engines ARGS=--junitxml=RESULTS.xml`` wrote; without it the page has no table of whole engines.
+``make test-engines ARGS=--junitxml=RESULTS.xml`` wrote; without it the page has no table of whole engines. The table
+of two GPUs comes from the newest ``benchmarks/results/sglang-two-h200-*.json`` (``benchmarks/sglang_gpu/matrix.py``).
 """
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 from specsync_core.engines.known import SGLANG, coverage, points_of
@@ -28,8 +32,11 @@ parameters compared (`specsync doctor --engine sglang` does it for the installed
 ## Who synchronises a site
 
 On CUDA. `specsync`: hooked by the adapter. `engine`: broadcast by SGLang itself, and left alone. `both`: the engine
-broadcasts, and specsync waits for what would make a rank skip that broadcast. `-`: not synchronised, mostly because
-that version makes no such decision.
+broadcasts, and specsync sees to what makes a rank skip that: it waits for the confidences of `dspark-plan`, and agrees
+on `dspark-mem` and `dflash-mem` where an attention group has one rank and the engine leaves the gate to each rank. `-`:
+that version makes no such decision, or the same on every rank. `eagle-draft` is each step of the loop of EAGLE, NEXTN,
+STANDALONE and frozen-KV MTP; multi-layer MTP drafts its chain layer by layer, and is synchronised as a whole, at
+`eagle-draft-tree`.
 """
 DECISIONS = """\
 ## The engine's own decision functions, on ranks whose inputs differ
@@ -38,16 +45,26 @@ Gloo ranks, through `load_plugins()` and the entry point. A cell says whether al
 values: without the plugin, and with every site on; for 2 ranks, and for 4 ranks in 2 attention groups.
 """
 ENGINES = """\
-## The whole engine on two CPU ranks, rank 1's logits skewed
+## The whole engine on two CPU ranks, one of them at fault
 
-SGLang {version}, dummy weights, a shim that opens its speculative paths on CPU.
+Dummy weights, and a shim that opens the speculative paths on CPU. The fault: rank 1's target logits skewed by 1.5
+standard deviations, or, for simulated acceptance, one draw more from rank 1's generator. `hung`: a rank waited in a
+collective that its peer had not entered, and both lived; `ended by gloo`: the same, but gloo noticed that sizes differ.
 """
+GPUS = """\
+## Two GPUs, CUDA graphs
+
+From `{path}` ({machine}). Ratios of tokens per second with specsync to stock, medians of alternating rounds.
+"""
+GPU_RESULTS = ROOT / "benchmarks" / "results"
 
 
 def main() -> None:
     parts = [INTRODUCTION.format(tested=" and ".join(VERSIONS)), *site_table(), "", DECISIONS, *decision_tables()]
     if len(sys.argv) > 1:
-        parts += [ENGINES.format(version=VERSIONS[0]), *engine_table(sys.argv[1]), ""]
+        parts += [ENGINES, *engine_table(sys.argv[1]), ""]
+    if results := sorted(GPU_RESULTS.glob("sglang-two-h200-*.json")):
+        parts += [*gpu_part(results[-1]), ""]
     PAGE.write_text("\n".join(parts).rstrip() + "\n")
     print(PAGE)
 
@@ -107,6 +124,32 @@ def engine_table(path: str) -> Iterator[str]:
     yield row(["---"] * 3)
     for setup, said in found.items():
         yield row([setup, said.get("without specsync", "not run"), said.get("with specsync", "not run")])
+
+
+def gpu_part(path: Path) -> Iterator[str]:
+    found = json.loads(path.read_text())
+    yield GPUS.format(path=path.relative_to(ROOT), machine=found["machine"])
+    runs = {name: each.get("runs", []) for name, each in found["algorithms"].items()}
+    settings = sorted({(run["temperature"], run["batch"]) for each in runs.values() for run in each})
+    yield row(["algorithm", *(f"T={temperature:g}, batch {batch}" for temperature, batch in settings), "tokens"])
+    yield row(["---"] * (len(settings) + 2))
+    for algorithm, each in runs.items():
+        ratios = {(run["temperature"], run["batch"]): run["ratios"].get("specsync") for run in each}
+        yield row([algorithm, *(str(ratios.get(setting) or "not run") for setting in settings), same_tokens(each)])
+    if fault := found.get("fault"):
+        stock = "hung" if fault["stock"]["hung"] else "did not hang"
+        tokens = "those" if fault["healed"] else "**not** those"
+        yield f"\nOne draw more on rank 1, DSPARK at T=1: stock {stock}; with specsync, tokens are {tokens} of the run"
+        yield "without the fault."
+
+
+def same_tokens(runs: Sequence[dict[str, Any]]) -> str:
+    """Whether both engines gave the same text at T=0, round by round."""
+    greedy = [run["digests"] for run in runs if run["temperature"] == 0]
+    equal = [digests["stock"] == digests["specsync"] for digests in greedy if "specsync" in digests]
+    return (
+        "not compared" if not equal else "equal to stock's at T=0" if all(equal) else "**differ** from stock's at T=0"
+    )
 
 
 def row(cells: Sequence[str]) -> str:

@@ -7,11 +7,12 @@ import specsync_dflash
 import specsync_dspark
 import specsync_eagle
 import specsync_eagle.rocm
+import torch
 
-from specsync_core import EngineFacts, Facts
+from specsync_core import Call, EngineFacts, Facts
 from specsync_core.engines.known import SGLANG, coverage
 from specsync_core.engines.versions import is_among
-from tests.unit.plugins.support import REGISTRY
+from tests.unit.plugins.support import REGISTRY, LoneSync
 
 PLUGINS = (specsync_dspark, specsync_dflash, specsync_eagle, specsync_eagle.rocm)
 FIXED = SGLANG.versions[3:]
@@ -51,6 +52,19 @@ def test_with_the_fix_no_published_site_is_broadcast_twice(version):
     # By specsync the wait for the plan's confidences, and the gates that the engine leaves to attention groups of one.
     assert {published.pop(site) for site in ("dspark-plan", "dspark-mem", "dflash-mem")} == {"engine and specsync"}
     assert set(published.values()) == {"engine"}
+
+
+@pytest.mark.parametrize(
+    ("version", "who"), [("0.5.17", "not at all"), ("0.5.18", "specsync"), ("0.5.19", "engine"), ("0.5.23", "engine")]
+)
+def test_dsparks_forced_length_is_drawn_by_each_rank_in_one_release(version, who):
+    """0.5.17 forces the same length everywhere; 0.5.19 broadcasts after it."""
+    assert synced_by(version)["dspark-accept-simulated"] == who
+
+
+def test_dsparks_forced_length_is_a_payload_of_its_site():
+    (point,) = (point for point in points("0.5.18") if "dspark-accept-simulated" in point.sites)
+    LoneSync().sync("dspark-accept-simulated", *point.tensors_of(Call((), {}, torch.ones(4, dtype=torch.int32))))
 
 
 @pytest.mark.parametrize("version", SGLANG.versions)
