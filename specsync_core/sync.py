@@ -80,7 +80,7 @@ class SpecTpSync:
         self, groups: ParallelGroups, plan: Plan | None = None, *, taps: Sequence[Tap] = (), handshake: bool = True
     ) -> None:
         if plan is None:
-            plan = _plan_of_the_environment(groups, handshake)
+            plan = plan_of_the_environment(groups, handshake)
         self.groups = groups
         self.plan = plan.with_dp_attention(groups.dp_attention)
         self.step = 0
@@ -510,7 +510,7 @@ def _open_control(sync: SpecTpSync) -> LiveControl:
     return LiveControl(sync, store_of(sync.groups.tp.cpu_group))
 
 
-def _plan_of_the_environment(groups: ParallelGroups, handshake: bool) -> Plan:
+def plan_of_the_environment(groups: ParallelGroups, handshake: bool) -> Plan:
     """Resolve this rank's plan; where it is in error, the peers that wait in the handshake hear so at once."""
     try:
         return resolve_plan(load_registry(), facts=Facts(platform=_platform(), dp_attention=groups.dp_attention))

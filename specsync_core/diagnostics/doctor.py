@@ -250,6 +250,8 @@ def _finding(
 def _dead_ranks(states: Mapping[int, RankState]) -> tuple[int, ...]:
     """The ranks whose end explains the others' waiting: those that ended outside a wait, else those that ended hard
     while another rank lives or gave up waiting. Ranks that all ended inside waits explain nothing."""
+    if all(state.status == "died" and state.exit_code is None and state.wait is None for state in states.values()):
+        return ()  # an engine that was stopped while it was idle: nobody waits, so there is nothing to explain
     ended = [rank for rank, state in states.items() if state.is_abnormal and not state.gave_up]
     outside = [rank for rank in ended if states[rank].wait is None and not states[rank].is_cut_off]
     if outside:

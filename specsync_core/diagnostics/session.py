@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,13 +26,11 @@ from specsync_core.diagnostics.recording import RecordingError, recording_path
 from specsync_core.diagnostics.runs import prune
 from specsync_core.diagnostics.watchdog import Watchdog
 from specsync_core.errors import SpecSyncError
-from specsync_core.facts import Facts
 from specsync_core.groups import Group, ParallelGroups, select_group
-from specsync_core.manager import load_registry
-from specsync_core.plan import Plan, resolve_plan
+from specsync_core.plan import Plan
 from specsync_core.registry import Registry
 from specsync_core.settings import Environment, read_environment
-from specsync_core.sync import SpecTpSync, Tap
+from specsync_core.sync import SpecTpSync, Tap, plan_of_the_environment
 
 logger = logging.getLogger("specsync")
 
@@ -57,6 +55,22 @@ class Session:
         """Mark a wait or a stretch of work of the engine's own: a collective, a step. See `Recorder.waiting`."""
         return nullcontext() if self.recorder is None else self.recorder.waiting(what, detail)
 
+    def step_hooks(self, target: str) -> list[Callable[..., Any]]:
+        """Functions that an engine's adapter puts around its step: one that marks it, and none where nothing records.
+
+        Args:
+            target: the step's function, dotted; its last two names are recorded.
+        """
+        if self.recorder is None:
+            return []
+        detail = ".".join(target.split(".")[-2:])
+
+        def around(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            with self.waiting("engine step", detail):
+                return original(*args, **kwargs)
+
+        return [around]
+
     def close(self, outcome: str = "finished") -> None:
         """End the watchdog, and write that this rank ended in an orderly way."""
         if self.watchdog is not None:
@@ -77,17 +91,20 @@ def open_session(groups: ParallelGroups, plan: Plan | None = None, *, injector: 
         PlanMismatchError, GroupError: as `SpecTpSync`.
         TransportError: a rank did not come.
     """
-    group = select_group(groups)
-    if groups.tp.world_size == 1 or group.world_size == 1:
+    if plan is None:
+        plan = plan_of_the_environment(groups, handshake=True)
+    if groups.tp.world_size == 1:
         return Session(SpecTpSync(groups, plan))
-    store = store_of(group.cpu_group)
+    group = select_group(groups)
     try:
         environment = read_environment()
-        plan = resolve_plan(load_registry(), facts=Facts(dp_attention=groups.dp_attention)) if plan is None else plan
         injector = injector or read_faults(plan.registry, group, environment)
-    except SpecSyncError as error:  # the peers wait in the meeting below
-        store.fail(error)
+    except SpecSyncError as error:  # the peers wait in a meeting
+        store_of(groups.tp.cpu_group).fail(error)
         raise
+    if group.world_size == 1:
+        return Session(SpecTpSync(groups, plan, taps=[] if injector is None else [injector]), injector=injector)
+    store = store_of(group.cpu_group)
     folder = _agree_on_folder(store, environment, plan.timeout_s)
     recorder = None if folder is None else _open_recorder(folder, group, plan, environment)
     taps: list[Tap] = [tap for tap in (injector, recorder) if tap is not None]

@@ -16,8 +16,9 @@ from importlib.util import find_spec
 from typing import Any
 
 from specsync_core.collectives import store_of
-from specsync_core.diagnostics import FaultInjector, parse_faults
+from specsync_core.diagnostics.faults import FaultInjector
 from specsync_core.diagnostics.metrics import Metrics
+from specsync_core.diagnostics.session import Session, open_session, read_faults
 from specsync_core.engines.hooks import Hook, active_points, build_hooks
 from specsync_core.engines.known import SGLANG
 from specsync_core.engines.proof import Firings, conclude, report
@@ -25,13 +26,12 @@ from specsync_core.engines.start import Candidates, agree_to_start, find_points,
 from specsync_core.engines.targets import check_target, is_imported
 from specsync_core.errors import EngineError
 from specsync_core.facts import EngineFacts
-from specsync_core.groups import EngineGroup, Group, ParallelGroups, select_group
+from specsync_core.groups import EngineGroup, ParallelGroups, select_group
 from specsync_core.hookspecs import BroadcastPoint
 from specsync_core.manager import load_registry, plugin_manager
 from specsync_core.plan import Plan, resolve_plan
-from specsync_core.registry import Registry
 from specsync_core.settings import Setting, hand_over, read_environment, share_policy
-from specsync_core.sync import SpecTpSync, Tap
+from specsync_core.sync import SpecTpSync
 
 logger = logging.getLogger("specsync")
 
@@ -121,7 +121,9 @@ class Adapter:
         self.points: list[BroadcastPoint] = []
         """The points that are hooked."""
         self.sync: SpecTpSync | None = None
-        self._taps: tuple[Tap, ...] = ()
+        self.session: Session | None = None
+        """Recorder, watchdog and faults, as the environment asks for them."""
+        self._injector: FaultInjector | None = None
         self._absent: list[BroadcastPoint] = []
         """Points of modules that the engine had not imported when the hooks were placed."""
         self._worker_class = worker_class
@@ -148,11 +150,12 @@ class Adapter:
             tell_engine(self._plan, self.facts.algorithm)
         if alone or self._plan is None:
             return
-        self.sync = SpecTpSync(self.groups, self._plan, taps=self._taps)
+        self.session = open_session(self.groups, self._plan, injector=self._injector)
+        self.sync = self.session.sync
         self.points = active_points(candidates.points, self.sync)
         hooks = list(build_hooks(self.points, self.sync, self.firings, (HOOK_REGISTRY,)))
         if self._worker_class is not None and self.points:
-            hooks.append(self._step_hook(self._worker_class))
+            hooks += self._step_hooks(self._worker_class)
         unapplied = exchange("hooks applied", apply_hooks(hooks))
         self._settle_unapplied(unapplied, hooks, strict)
         self._fix_what_cannot_change(candidates.points)
@@ -196,7 +199,7 @@ class Adapter:
         manager = plugin_manager()
         registry = load_registry(manager)
         self._plan = resolve_plan(registry, facts=self.facts, manager=manager)
-        self._taps = fault_taps(registry, self.group)
+        self._injector = read_faults(registry, self.group)
         candidates = find_points(manager, self.facts, SGLANG.versions)
         if self.groups.tp.world_size == 1:
             return Candidates(())
@@ -206,8 +209,8 @@ class Adapter:
         wanted = [point for point in points if point.when == "engine" or any(map(may_be_on, point.sites))]
         return Candidates(tuple(wanted), candidates.problems)
 
-    def _step_hook(self, worker_class: type) -> Hook:
-        """BEFORE each step: the steps that came before it have fired what they fire."""
+    def _step_hooks(self, worker_class: type) -> list[Hook]:
+        """BEFORE each step: the steps that came before it have fired what they fire. AROUND it, where it is watched."""
         assert self.sync is not None
         metrics = Metrics(self.sync)
 
@@ -221,7 +224,8 @@ class Adapter:
                 self._decode_steps += 1
 
         path = f"{worker_class.__module__}.{worker_class.__qualname__}.forward_batch_generation"
-        return Hook(path, "before", before)
+        watch = [] if self.session is None else self.session.step_hooks(path)
+        return [Hook(path, "before", before), *(Hook(path, "around", around) for around in watch)]
 
     def prove(self) -> None:
         """Compare with the other ranks of the broadcast group which hooks fired.
@@ -255,15 +259,6 @@ class Adapter:
             ", ".join(own) or "nothing",
             ", ".join(engines) or "nothing",
         )
-
-
-def fault_taps(registry: Registry, group: Group) -> tuple[Tap, ...]:
-    """Return what commits the faults of ``SPECSYNC_FAULTS``. Raises PolicyError where they are wrong or not allowed."""
-    environment = read_environment()
-    if environment.faults is None:
-        return ()
-    faults = parse_faults(environment.faults, registry, "SPECSYNC_FAULTS")
-    return (FaultInjector(faults, group.rank_in_group, allowed=environment.allow_faults),)
 
 
 def engine_groups() -> ParallelGroups:

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from specsync_core.collectives import GroupStore, store_of
+from specsync_core.diagnostics.faults import FaultInjector
 from specsync_core.diagnostics.metrics import Metrics
+from specsync_core.diagnostics.session import Session, open_session, read_faults
 from specsync_core.engines.hooks import Hook, active_points, build_hooks
 from specsync_core.engines.known import VLLM
 from specsync_core.engines.patch import apply_hooks
@@ -62,6 +64,9 @@ class Adapter:
         self.points: list[BroadcastPoint] = []
         """The points that are hooked."""
         self.sync: SpecTpSync | None = None
+        self.session: Session | None = None
+        """Recorder, watchdog and faults, as the environment asks for them."""
+        self._injector: FaultInjector | None = None
         self._runner = runner
         self._decides = bool(get_pp_group().is_last_rank)
         self._margin = (vllm_config.speculative_config.num_speculative_tokens or 0) + 2
@@ -84,10 +89,11 @@ class Adapter:
         candidates = agree_to_start(self._look, read_environment().strict, exchange)
         if self._store is None or self._plan is None or not self._decides:
             return
-        self.sync = SpecTpSync(self.groups, self._plan)
+        self.session = open_session(self.groups, self._plan, injector=self._injector)
+        self.sync = self.session.sync
         self.points = active_points(candidates.points, self.sync)
         if self.points:
-            hooks = [*build_hooks(self.points, self.sync, self.firings), self._step_hook()]
+            hooks = [*build_hooks(self.points, self.sync, self.firings), *self._step_hooks()]
             unapplied = apply_hooks(hooks, self.fail)
             theirs = self._exchange("hooks applied", unapplied)
             if problems := [f"  group rank {rank}: {', '.join(paths)}" for rank, paths in enumerate(theirs) if paths]:
@@ -103,6 +109,7 @@ class Adapter:
         """Resolve the plan and find this runner's points; the plan is read on a lone rank, too."""
         manager = plugin_manager()
         self._plan = resolve_plan(load_registry(manager), facts=self.facts, manager=manager)
+        self._injector = read_faults(self._plan.registry, self.groups.tp)
         if self._store is None or not self._decides:
             return Candidates(())
         candidates = find_points(manager, self.facts, VLLM.versions)
@@ -144,8 +151,8 @@ class Adapter:
         rank = self.groups.tp.rank_in_group
         self._store.fail(EngineError(f"group rank {rank}: {target} raised {type(error).__name__}: {error}"))
 
-    def _step_hook(self) -> Hook:
-        """BEFORE each step: the steps that came before it have fired what they fire."""
+    def _step_hooks(self) -> list[Hook]:
+        """BEFORE each step: the steps that came before it have fired what they fire. AROUND it, where it is watched."""
 
         def before(runner: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> None:
             assert self.sync is not None
@@ -160,7 +167,9 @@ class Adapter:
                     self.prove()
 
         module = f"{V2_MODULES}model_runner" if self.is_v2 else "vllm.v1.worker.gpu_model_runner"
-        return Hook(f"{module}.GPUModelRunner.execute_model", "before", before)
+        path = f"{module}.GPUModelRunner.execute_model"
+        watch = [] if self.session is None else self.session.step_hooks(path)
+        return [Hook(path, "before", before), *(Hook(path, "around", around) for around in watch)]
 
     def _verifies(self, scheduler_output: Any) -> bool:
         """Whether drafts are verified in this step that a drafter made: its gate is closed for very long sequences."""

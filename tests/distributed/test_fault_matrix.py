@@ -228,7 +228,7 @@ def clean_jobs() -> list[CaseJob]:
         setting: Setting = settings[number % len(settings)]
         mode = modes[number // len(settings) % 3]
         own = "per-rank" if mode == "sync" and number % 2 else "shared"
-        jobs.append(make_job(f"clean-{number}", setting, mode, number=number, generators=own))
+        jobs.append(make_job(f"clean-{number}", setting, mode, number=number, generators=own, steps=2))
     return jobs
 
 
