@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+PLATFORMS = ("cuda", "rocm", "cpu", "xpu", "npu", "hpu", "musa", "tpu")
+"""Platforms that are known by name. Where no site names a platform, every site is opt-in there."""
+
 
 @dataclass(frozen=True)
 class Facts:
@@ -15,6 +18,14 @@ class Facts:
     """The model's name or path as the engine was given it."""
     dp_attention: bool | None = None
     """Whether attention is data parallel; None when not known yet."""
+    gathered_logits: bool | None = None
+    """Whether every rank's logits come out of an all-gather. This and what follows only explain; see `explain`."""
+    gathered_confidences: bool | None = None
+    """The same, of what a verify plan is made from."""
+    uniform_devices: bool | None = None
+    """Whether all ranks run the same kernels on the same model of device."""
+    counter_noise: bool | None = None
+    """Whether noise is a pure function of request and position."""
 
 
 @dataclass(frozen=True)

@@ -135,9 +135,10 @@ def test_sites_as_json(run: Run, registry: Registry) -> None:
 
 def test_plan_of_one_site_shows_value_origin_and_what_was_rejected(run: Run) -> None:
     assert fine(run("plan", "dspark-plan", "--dp-attention")) == (
-        "mode       sync     default (preset all)\n"
-        "group      attn_tp  dp attention is on (tp rejected: idle DP ranks would not take part)\n"
-        "transport  auto     default\n"
+        "mode        sync     default (preset all)\n"
+        "group       attn_tp  dp attention is on (tp rejected: idle DP ranks would not take part)\n"
+        "transport   auto     default\n"
+        "auto takes  grouped  one collective per call (one-shot rejected: it needs CUDA tensors)\n"
     )
 
 

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 LAYERS = (
     {"errors", "bounded_file"},
     {"registry", "registry_files", "policy", "policy_file", "settings", "facts", "algorithm"},
-    {"hookspecs", "manager", "sources", "narrowing", "plan"},
+    {"hookspecs", "manager", "sources", "narrowing", "plan", "explain"},
     {
         "liveness",
         "bounded_store",
