@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-engines lint types bench clean
+.PHONY: demo test test-engines lint types bench docs clean
 
 demo: $(VENV)/.installed
 	$(BIN)/specsync demo $(ARGS)
@@ -24,6 +24,14 @@ lint: $(VENV)/.installed
 
 types: $(VENV)/.installed
 	$(BIN)/mypy
+
+# The documentation site, into docs/_build/html; every warning is an error.
+docs: $(VENV)/.docs
+	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
+
+$(VENV)/.docs: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
+	touch $@
 
 bench: $(VENV)/.installed
 	$(BIN)/python benchmarks/host_cost.py $(ARGS)
