@@ -150,6 +150,12 @@ _handed_over: dict[str, tuple[str, str | None]] = {}
 """By variable: what an engine is to read there, and what the operator had set."""
 
 
+def unused_settings(environ: Mapping[str, str] | None = None) -> list[str]:
+    """Return the variables that are set and that only a session obeys (`specsync_core.diagnostics.open_session`)."""
+    environ = os.environ if environ is None else environ
+    return [variable for variable in ("SPECSYNC_DUMP_DIR", "SPECSYNC_FAULTS") if environ.get(variable)]
+
+
 def hand_over(variable: str, text: str) -> None:
     """Set a variable of this process that an engine reads after us; we ourselves go on reading the operator's."""
     before = _stated(os.environ, variable)

@@ -33,7 +33,7 @@ from specsync_core.plan import Plan, resolve_plan
 from specsync_core.point import Point, PointCall, passthrough
 from specsync_core.policy import Mode
 from specsync_core.registry import Site
-from specsync_core.settings import stats_directory
+from specsync_core.settings import stats_directory, unused_settings
 from specsync_core.stats_file import StatsFile
 from specsync_core.switching import Capture, Captures, Switch, in_force
 from specsync_core.transports import Choice, Transport, choose_transport
@@ -81,6 +81,12 @@ class SpecTpSync:
     ) -> None:
         if plan is None:
             plan = plan_of_the_environment(groups, handshake)
+            if groups.tp.world_size > 1 and not taps and (unused := unused_settings()):
+                logger.warning(
+                    "%s: no effect on a SpecTpSync that is made directly; make it with"
+                    " specsync_core.diagnostics.open_session(groups).sync.",
+                    ", ".join(unused),
+                )
         self.groups = groups
         self.plan = plan.with_dp_attention(groups.dp_attention)
         self.step = 0

@@ -47,6 +47,7 @@ ABOUT = {
     "last": "the newest record, in words",
     "dropped_records": "how many records the ring had overwritten: an earlier divergence would not be seen in it",
     "columns": "the names of a record's fields; a record has no time zone, no units but seconds",
+    "records": "what the ring held, oldest first, a row for each; rows are as wide as columns",
     "kinds": "before: own values before the sync; after: what everything is derived from; wait-begin, wait-end: of the"
     " engine's own waits, `call` numbers them and payload is what and which, with a zero byte between; closed: the end",
     "flags": f"added up: {HAS_VALUES} has values, {CAPTURING} inside a graph capture, {FAILED} left by an exception,"
@@ -75,6 +76,10 @@ class Dump:
     """By slug, `SiteStats` as a dict."""
     stacks: Mapping[str, list[str]] = field(default_factory=dict)
     generators: Mapping[str, Any] = field(default_factory=dict)
+
+    def stacks_of(self, thread: str) -> list[str]:
+        """The frames of the thread with this name, outermost first; nothing when there is none."""
+        return next((lines for name, lines in self.stacks.items() if name.startswith(f"{thread} (")), [])
 
 
 def dump_path(directory: StrPath, group_rank: int) -> Path:
@@ -158,7 +163,7 @@ def read_dump(path: StrPath) -> Dump:
         )
     try:
         return _parse(path, content)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise RecordingError(f"{path}: the dump does not hold what it should: {error!r}.") from error
 
 
@@ -195,5 +200,8 @@ def _records(content: Mapping[str, Any]) -> Iterator[Record]:
         values = [row[place] for place in order]
         if values[1] not in KIND_NAMES.values():
             raise ValueError(f"unknown kind of record {values[1]!r}")
+        numbers = (values[0], *values[2:10], values[11], *values[12], *values[13:15])
+        if not all(isinstance(number, (int, float)) for number in numbers) or not isinstance(values[10], str):
+            raise ValueError(f"a record's fields are of other types: {str(row)[:80]}")
         values[12:] = tuple(values[12]), *values[13:15], bytes.fromhex(values[15])
         yield Record(*values)

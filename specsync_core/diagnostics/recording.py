@@ -29,6 +29,8 @@ SUFFIX = ".specsync"
 PREAMBLE = struct.Struct("<8sIIQQII")
 """Magic, version, slot_bytes, slot_count, ring_offset, header_bytes, CRC of the header."""
 
+MAX_WORLD_SIZE = 1 << 16
+
 VALUE_BYTES = 128
 """Bytes kept of each tensor: the first 16 int64 or float64, 32 int32, 64 bfloat16."""
 
@@ -305,6 +307,13 @@ def _read_header(path: Path, data: bytes) -> tuple[Header, int]:
 
 
 def parse_header(fields: Mapping[str, Any], slot_count: int) -> Header:
+    """Check and take over a header's fields.
+
+    Raises:
+        KeyError, TypeError, ValueError, AttributeError: it does not hold what it should.
+    """
+    if not 0 <= fields["group_rank"] < fields["world_size"] <= MAX_WORLD_SIZE:
+        raise ValueError(f"group rank {fields['group_rank']} of {fields['world_size']}")
     entries = fields["sites"].items()
     sites = {int(number): SiteEntry(slug, kind, tuple(names), *more) for number, (slug, kind, names, *more) in entries}
     return Header(

@@ -185,8 +185,7 @@ def _wait_lines(evidence: Evidence) -> Iterator[str]:
 
 def _stack_lines(evidence: Evidence) -> Iterator[str]:
     for rank, dump in evidence.dumps.items():
-        frames = next((lines for name, lines in dump.stacks.items() if name.startswith("MainThread ")), [])
-        if shown := [_short(frame) for frame in frames[-SHOWN_FRAMES:]]:
+        if shown := [_short(frame) for frame in dump.stacks_of("MainThread")[-SHOWN_FRAMES:]]:
             yield f"Rank {rank}'s main thread, at {clock(dump.written_s)}: {' > '.join(shown)}."
 
 

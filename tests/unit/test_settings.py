@@ -381,3 +381,31 @@ def test_our_policy_is_shared_where_the_published_variable_is_not_set(
 def test_without_a_policy_nothing_is_shared(environ: pytest.MonkeyPatch) -> None:
     settings.share_policy()
     assert "SGLANG_SPEC_TP_SYNC" not in os.environ
+
+
+def test_diagnostics_are_off_by_default_and_read_from_the_environment():
+    assert (read_environment({}).dump_dir, read_environment({}).watchdog_s) == (None, 60.0)
+    found = read_environment(
+        {
+            "SPECSYNC_DUMP_DIR": "dumps",
+            "SPECSYNC_WATCHDOG_S": "2.5",
+            "SPECSYNC_RECORD_VALUES": "1",
+            "SPECSYNC_RECORD_PROMPTS": "on",
+        }
+    )
+    assert (found.dump_dir, found.watchdog_s) == (Path("dumps").absolute(), 2.5)
+    assert (found.record_values, found.record_prompts) == (True, True)
+
+
+@pytest.mark.parametrize(
+    ("variable", "text", "hint"),
+    [
+        ("SPECSYNC_DUMP_DIR", "", "takes a directory"),
+        ("SPECSYNC_WATCHDOG_S", "0", "takes a number of seconds above 0"),
+        ("SPECSYNC_RECORD_VALUES", "maybe", "takes on or off"),
+        ("SPECSYNC_RECORD_PROMPTS", "maybe", "takes on or off"),
+    ],
+)
+def test_settings_of_diagnostics_that_cannot_be_understood(variable, text, hint):
+    with pytest.raises(PolicyError, match=f"{variable}: {hint}"):
+        read_environment({variable: text})
