@@ -23,6 +23,8 @@ class NotingSync:
     def enabled(self, site):
         return site in self.on
 
+    reachable = enabled
+
     def point(self, site):
         return lambda *tensors: self.calls.append((site, tensors))
 
