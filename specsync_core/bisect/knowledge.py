@@ -16,6 +16,8 @@ from specsync_core.bisect.chances import SequentialTest
 from specsync_core.bisect.hitting import Sites
 from specsync_core.bisect.trials import Trial
 
+DOUBT_ERROR = 0.2
+"""How often counts of a set that matters may look as if it did not, before they are no longer believed."""
 MOST_UNTESTABLE = 3
 """So many trials of a set that fail before the first sync, and none that does not: it cannot be tested."""
 
@@ -66,6 +68,8 @@ class Knowledge:
         self._blamed_from_outside: dict[Sites, int] = {}
         """Of those, the ones in which more sites were audited."""
         self._tallies: dict[Sites, Tally] = {}
+        self.doubted: Sites | None = None
+        """A set that was bad though counts had it as good as cleared: then counts are left out of account."""
         for trial in trials:
             self.add(trial)
 
@@ -108,10 +112,23 @@ class Knowledge:
         It is all of these or none: where one shows a difference inside the set, those that do not are a selection.
         """
         inside = [(off, group) for off, group in self._groups.items() if off < sites and group.compared]
-        clean = not any(group.differed & (sites - off) for off, group in inside)
+        clean = self.doubted is None and not any(group.differed & (sites - off) for off, group in inside)
         by_counts = sum(group.compared for _, group in inside) if clean else 0
         own = self._groups.get(sites, _Group())
         return Tally(0, own.good + by_counts, by_counts, by_counts)
+
+    def believe_counts(self) -> None:
+        """Take counts into account, until `doubt_counts` finds a reason not to."""
+        self.doubted = None
+        self._tallies.clear()
+
+    def doubt_counts(self, test: SequentialTest) -> None:
+        """See whether a set is bad at which, by counts, no rank ever differs: then ranks differ in something else."""
+        for sites in sorted(self._blamed, key=lambda each: (len(each), sorted(each))):
+            if self._blamed[sites] > 1 and test.is_clear(0, self._pool(sites).by_counts, DOUBT_ERROR):
+                self.doubted = sites
+                self._tallies.clear()
+                return
 
     def _has_bad_within(self, sites: Sites) -> bool:
         return any(blamed <= sites for blamed in self._blamed)

@@ -120,6 +120,7 @@ class Search:
     def decide(self) -> Question | Verdict:
         """Return what to run next, or the end."""
         self.stage, self.narrowed, self.found, self.test = "all sites on", frozenset(), (), None
+        self.knowledge.believe_counts()
         try:
             self._check_on()
             self._check_off()
@@ -158,6 +159,7 @@ class Search:
         on_bad, on_runs = self.knowledge.own(frozenset())
         noise = min(max(NOISE, on_bad / on_runs), rate / 4.0)
         self.test = SequentialTest(noise, rate)
+        self.knowledge.doubt_counts(self.test)
 
     @property
     def _may_audit(self) -> bool:
@@ -300,7 +302,8 @@ class Search:
         if self.knowledge.is_untestable(sites) or self._is_clear(sites, error):
             return 0
         tally = self.knowledge.tally(sites)
-        good = tally.good
-        while good < self.limits.runs and not self.test.is_clear(tally.bad, good, error):
-            good += 1
-        return good - tally.good
+        allowed = self.limits.runs - (tally.runs - tally.by_counts)
+        needed = 0
+        while needed < allowed and not self.test.is_clear(tally.bad, tally.good + needed, error):
+            needed += 1
+        return needed

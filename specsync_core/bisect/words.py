@@ -249,6 +249,11 @@ class Summary:
             yield f"The command never called the {'other ' if called else ''}{_count(unused, 'candidate site')}."
 
     def _warnings(self) -> Iterator[str]:
+        if (doubted := self._knowledge.doubted) is not None:
+            yield (
+                f"Counts were left out of account: with {name_off(doubted, self._bisection)} runs are bad, though where"
+                " they were on no rank ever differed. What differs there is not compared."
+            )
         if self._is_blind:
             yield (
                 "No run left counts: the command did not sync anything, or its ranks could not write. A failure could"

@@ -245,6 +245,8 @@ def test_counts_that_contradict_the_outcome_do_not_hide_it(registry: Registry) -
         return counted(number, planned.off, "bad" if A in planned.off else "good", audited=planned.audited)
 
     assert found_sets(answer(bisection, run)) == {frozenset({A})}
+    assert bisection.knowledge.doubted is not None
+    assert bisection.knowledge.tally(bisection.knowledge.candidates - {A}).by_counts == 0
 
 
 # --- beside the search ---
