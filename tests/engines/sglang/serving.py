@@ -50,7 +50,7 @@ def serve(
     environ = os.environ | {
         "PYTHONPATH": f"{HERE / 'stubs'}:{HERE / 'shim'}",
         "TRITON_INTERPRET": "1",
-        "TORCHDYNAMO_DISABLE": "1",
+        "TORCHDYNAMO_DISABLE": "1",  # compiling takes longer than all that is run
         "SGLANG_CPU_OMP_THREADS_BIND": "0|1" if (os.cpu_count() or 1) > 1 else "0|0",
         "GLOO_SOCKET_IFNAME": "lo",
         "SHIM_ROUND": str(folder / "round"),

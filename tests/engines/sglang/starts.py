@@ -65,6 +65,13 @@ def dspark(rank: int) -> dict[str, Any]:
 
 
 def minimax(rank: int) -> dict[str, Any]:
+    """With what the engine's own override for this model does between loading plugins and creating the worker."""
+    from sglang.srt.environ import envs
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()
+    if hasattr(envs, "SGLANG_SPEC_TP_SYNC") and not envs.SGLANG_SPEC_TP_SYNC.is_set():
+        envs.SGLANG_SPEC_TP_SYNC.set("rng")
     CREATED.model_path = "/models/MiniMax-M3.1"
     return start("DSPARK")
 

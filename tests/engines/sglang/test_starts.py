@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from functools import cache
 from typing import Any
@@ -108,3 +109,32 @@ def test_a_hook_that_never_fired_stops_every_rank_or_is_logged(version):
     assert "group rank 1: the accept was never synchronised in 4 decode steps: none of sglang." in said
     assert "group rank 0" not in said
     assert start(version, "a hook that never fires, not strict")["said"] is None
+
+
+@in_both
+def test_the_doctor_imports_and_checks_every_target_of_the_installed_wheel(version):
+    code, said = specsync(version, "doctor", "--engine", "sglang")
+    assert code == 0, said
+    assert f"sglang {version}: supported, tested" in said
+    assert said.rstrip().endswith(" targets, 0 problems.")
+    assert "sglang.srt.speculative.eagle_utils.eagle_sample" in said
+
+
+@in_both
+def test_the_installed_engine_is_listed_with_who_syncs_each_site(version):
+    code, said = specsync(version, "engines", "--json")
+    (engine,) = [each for each in json.loads(said) if each["engine"] == "sglang"]
+    assert (code, engine["installed"], engine["support"]) == (0, version, "supported, tested")
+    by = {each["site"]: each["synced by"] for each in engine["sites"]}
+    assert by["eagle-verify-greedy"] == "specsync"
+    assert by["dspark-accept-greedy"] == ("engine" if version == "0.5.23" else "specsync")
+    assert by["dspark-accept-simulated"] == ("engine" if version == "0.5.23" else "not at all")
+
+
+def specsync(version: str, *arguments: str) -> tuple[int, str]:
+    if not is_built(version):
+        pytest.skip(f"no environment of sglang {version}: run `make test-engines`")
+    command = [str(python_of(version).with_name("specsync")), *arguments]
+    environ = os.environ | {"PYTHONPATH": str(HERE / "stubs"), "TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=environ)
+    return done.returncode, done.stdout
