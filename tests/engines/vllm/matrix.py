@@ -51,8 +51,9 @@ SETUPS = {
 def matrix_run(name: str, policy: str) -> Run:
     """Serve all rounds of a setup under a policy, in one engine; a fault that hangs only where it is healed."""
     setup = SETUPS[name]
-    faults = [fault for fault in setup.faults if policy == "all" or fault != GATE]
-    run = serve(setup, policy, ["", *faults, HOT])
+    faults = [fault for fault in setup.faults if fault != SEED and (policy == "all" or fault != GATE)]
+    last = [SEED] if SEED in setup.faults else []  # what it shifts stays shifted
+    run = serve(setup, policy, ["", *faults, HOT, *last])
     if run.ended:
         keep(name, policy, run)
     return run

