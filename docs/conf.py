@@ -50,7 +50,8 @@ def open_page(app: Any, name: str, source: list[str]) -> None:
     if name in OPENINGS and generate.OPENING not in text:
         heading, newline, rest = text.partition("\n")
         text = f"{heading}{newline}\n{generate.OPENING} {OPENINGS[name]}\n{rest}"
-    source[0] = re.sub(r"\[([^\]]+)\]\(\.\./([^)#\s]+)[^)]*\)", r"\1 (`\2`)", text)
+    text = re.sub(r"\[([^\]]+)\]\(\.\./([^)#\s]+)[^)]*\)", r"\1 (`\2`)", text)
+    source[0] = re.sub(r"\[([^\]]+)\]\(([\w-]+\.md)\)", lambda link: link[0 if (HERE / link[2]).exists() else 1], text)
 
 
 def setup(app: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from importlib import import_module
@@ -15,6 +16,7 @@ from specsync_core.payload import declared
 from specsync_core.registry import Registry, Site
 from specsync_core.settings import VARIABLES
 
+RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 OPENING = "After this page you can"
 
 
@@ -25,7 +27,8 @@ def version() -> str:
 def write_all(folder: Path) -> None:
     """Write every generated page; a page that has not changed keeps its time."""
     folder.mkdir(exist_ok=True)
-    for name, lines in {"sites": sites_page(load_registry()), "cli": cli_page()}.items():
+    pages = {"sites": sites_page(load_registry()), "cli": cli_page(), "costs": costs_page()}
+    for name, lines in pages.items():
         text = "\n".join(lines) + "\n"
         path = folder / f"{name}.md"
         if not path.exists() or path.read_text() != text:
@@ -69,6 +72,41 @@ def _site(site: Site) -> Iterator[str]:
     if site.tensors:
         yield f"- tensors: `{declared(site)}`"
     yield ""
+
+
+# --- what a sync costs ---
+
+
+def costs_page() -> Iterator[str]:
+    yield "# What a sync costs"
+    yield f"\n{OPENING} look up what each way of syncing took on the machines that were measured."
+    yield (
+        "\nGenerated from the runs in `benchmarks/results`; `specsync bench` measures your machine. Microseconds per"
+        " call by the number of requests, and the ratio to the row that it is compared with. Each table is one run:"
+        " machines vary, so compare within a table."
+    )
+    for path in sorted(RESULTS.glob("*.json")):
+        document = json.loads(path.read_text())
+        if "rows" in document and "machine" in document:
+            yield from _run(path.name, document)
+
+
+def _run(name: str, document: dict[str, Any]) -> Iterator[str]:
+    yield f"\n## {document['machine']}, {document['ranks']} ranks\n"
+    made = f"torch {document['torch']}" + (f", NCCL {document['nccl']}" if document.get("nccl") else "")
+    yield f"`{name}`: {document['date'][:10]}, {made}.\n"
+    sizes = list(dict.fromkeys(size for row in document["rows"] for size in row["us"]))
+    yield f"| what | where | {' | '.join(f'{size} requests' for size in sizes)} |"
+    yield f"| --- | --- | {' | '.join('---' for _ in sizes)} |"
+    for row in document["rows"]:
+        yield f"| {_cell(row['what'])} | {row['time']} | {' | '.join(_us(row, size) for size in sizes)} |"
+
+
+def _us(row: dict[str, Any], size: str) -> str:
+    if size not in row["us"]:
+        return ""
+    ratio = row["ratio"].get(size)
+    return f"{row['us'][size]:.1f}" + (f" ({ratio:.2f})" if ratio is not None else "")
 
 
 # --- the command line ---
