@@ -105,9 +105,8 @@ def _show_status(answer: dict[str, Any]) -> None:
     ]
     print_table(("site", "mode", "", "origin"), rows)
     for change in answer["history"]:
-        print(
-            f"Step {change['step']}: {change['request']} ({len(change['modes'])} sites, plan {change['digest'][:12]})."
-        )
+        sites = f"{len(change['modes'])} site{'' if len(change['modes']) == 1 else 's'}"
+        print(f"Step {change['step']}: {change['request']} ({sites}, plan {change['digest'][:12]}).")
 
 
 def _show_stats(answer: dict[str, Any]) -> None:
