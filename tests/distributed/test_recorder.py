@@ -177,12 +177,15 @@ def drop_one(rank: int, world_size: int, directory: str) -> None:
 
 
 def test_a_dropped_broadcast_leaves_the_other_rank_in_it(tmp_path: Path) -> None:
-    """Rank 0 never leaves the sync, so nobody knows what it would have committed: the doctor says what it saw."""
+    """Rank 0 never leaves the sync, so nobody knows what it would have committed: what rank 1 left out is known."""
     with pytest.raises(RankError):
         run_ranks(drop_one, 2, args=(str(tmp_path),))
     found = diagnose(tmp_path, {0: 1, 1: 0})
-    assert (found.finding, found.divergence, found.dead_ranks) == ("hang", None, ())
-    assert found.healed == {"dspark-target": 1}
+    assert (found.finding, found.dead_ranks, found.healed) == ("drift-hang", (), {"dspark-target": 1})
+    assert found.divergence is not None
+    assert (found.divergence.kind, found.site, found.step, found.group_rank) == ("skip", "dspark-target", 1, 1)
+    assert found.headline == (
+        "Rank 1 left the sync out at dspark-target in step 1, in which the others took part, and the ranks hang."
+    )
     assert found.waits[0].what == "sync of dspark-target"
-    assert "next_token_ids[0] is 101 on rank 1 and 100 on rank 0; what was committed is not recorded" in found.text
     assert "Rank 1 finished." in found.text
