@@ -22,6 +22,7 @@ source_suffix = {".md": "markdown"}
 exclude_patterns = ["_build", "_static"]
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3
+smartquotes = False  # options are written --so
 nitpicky = True
 
 html_theme = "furo"
