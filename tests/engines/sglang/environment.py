@@ -9,6 +9,7 @@ import and a CPU engine need, and ``stubs`` stands in for packages whose wheels 
 from __future__ import annotations
 
 import sys
+from functools import cache
 from pathlib import Path
 
 from tests.engines.environment import ROOT, Environment, build_and_say
@@ -37,8 +38,9 @@ def python_of(version: str) -> Path:
     return environment(version).python
 
 
+@cache
 def is_built(version: str) -> bool:
-    """Whether the environment is whole, and from the present recipe."""
+    """Whether the environment is whole, and from the present recipe, when it is first asked for."""
     return environment(version).is_built()
 
 
