@@ -52,6 +52,11 @@ def policy_wrong_on_rank_1(rank: int) -> None:
         os.environ["SPECSYNC_SITES"] = "all,-eagle-targe"
 
 
+def environment_wrong_on_rank_1(rank: int) -> None:
+    if rank == 1:
+        os.environ["SPECSYNC_TIMEOUT_S"] = "soon"
+
+
 def policies_differ(rank: int) -> None:
     os.environ["SPECSYNC_SITES"] = "all,-eagle-target" if rank else "all"
 
@@ -77,6 +82,7 @@ CASES: tuple[Callable[[int], None], ...] = (
     target_absent_everywhere,
     version_unknown,
     policy_wrong_on_rank_1,
+    environment_wrong_on_rank_1,
     policies_differ,
     hook_cannot_be_applied,
 )

@@ -66,6 +66,7 @@ def test_what_is_not_as_known_stops_every_rank_or_warns_every_rank(case, said, h
     ("case", "said"),
     [
         ("policy_wrong_on_rank_1", "group rank 1: PolicyError: SPECSYNC_SITES: unknown token 'eagle-targe'"),
+        ("environment_wrong_on_rank_1", "group rank 1: PolicyError: SPECSYNC_TIMEOUT_S: takes a number of seconds"),
         ("policies_differ", "eagle-target mode: sync on group rank 0, off on group rank 1"),
     ],
 )

@@ -5,7 +5,7 @@ import logging
 import pytest
 
 from specsync_core import BroadcastPoint, EngineError, EngineFacts, PolicyError, hookimpl, no_tensors
-from specsync_core.engines.start import Candidates, agree_to_start, find_points, nearest
+from specsync_core.engines.start import Candidates, agree_to_start, find_points, is_strict, nearest
 from specsync_core.manager import PluginManager
 
 TOY = "tests.unit.engines.toy_engine"
@@ -102,3 +102,13 @@ def test_without_strict_no_rank_hooks_what_one_cannot(caplog):
     assert [each.target for each in found.points] == [f"{TOY}.draw_block"]
     assert "SPECSYNC_STRICT=0" in caplog.text
     assert "group rank 1" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("environ", "strict"),
+    [({}, True), ({"SPECSYNC_STRICT": "0"}, False), ({"SPECSYNC_STRICT": "0", "SPECSYNC_TIMEOUT_S": "soon"}, True)],
+)
+def test_an_environment_that_cannot_be_read_is_strict_and_raises_nothing_yet(monkeypatch, environ, strict):
+    for variable, value in environ.items():
+        monkeypatch.setenv(variable, value)
+    assert is_strict() == strict
