@@ -20,12 +20,12 @@ from specsync_core.payload import Packet, describe
 from specsync_core.transports import one_shot_channel
 from specsync_core.transports.base import Transport
 from specsync_core.transports.group import GroupTransport
-from specsync_core.transports.grouped import GroupedTransport
+from specsync_core.transports.grouped_counting import grouped_for
 from specsync_core.transports.one_shot import OneShotTransport
 
 TRANSPORTS: dict[str, Callable[[Group], Transport]] = {
     "one-shot": OneShotTransport,
-    "grouped": GroupedTransport,
+    "grouped": grouped_for,
     "group": GroupTransport,
 }
 """By name, the best first."""
@@ -71,7 +71,7 @@ def choose(requested: str, group: Group, exchange: Exchange | None) -> Choice:
     if exchange is None or device is None:
         if requested != "auto":
             raise TransportError(f"{requested}: the ranks cannot meet to test it, or the group names no device.")
-        return Choice(GroupedTransport(group), "not self-tested: the ranks cannot meet, or the group names no device")
+        return Choice(grouped_for(group), "not self-tested: the ranks cannot meet, or the group names no device")
     rejected: list[tuple[str, str]] = []
     names = TRANSPORTS if requested == "auto" else (requested,)
     for name in names:

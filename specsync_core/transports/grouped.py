@@ -37,9 +37,13 @@ class _Together(GroupTransport):
 
     def fetch(self, packet: Packet, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         scratch: list[Tensor] = packet.scratch[self.name]
-        copy_all_(scratch, tensors)
-        self._broadcast_all(scratch)
-        return scratch
+        if self._group.rank_in_group:
+            self._broadcast_all(scratch)
+            return scratch
+        self._broadcast_all(
+            [own if own.is_contiguous() else copy.copy_(own) for own, copy in zip(tensors, scratch, strict=True)]
+        )
+        return tensors
 
     def _broadcast_all(self, tensors: Sequence[Tensor]) -> None:
         raise NotImplementedError

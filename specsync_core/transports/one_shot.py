@@ -63,7 +63,7 @@ class OneShotTransport:
         self.channel = channel if channel is not None else open_channel(group, self._device)
         self._rank, self._world = self.channel.rank, self.channel.world
         self.device_index = self._device.index or 0
-        self._stream_of = _stream_reader()
+        self._stream_of = stream_reader()
         self.wait_ns = int(wait_s * 1e9)
         self.dependent = torch.cuda.get_device_capability(self._device) >= (9, 0)
         self._record: Any = memoryview(self.channel.record.numpy())  # type: ignore[arg-type]
@@ -108,7 +108,7 @@ class OneShotTransport:
         prepared = self._prepare(packet, tensors)
         move = self._mover(packet, tensors, OVERWRITE if overwrite else COMPARE_ONLY, count)
         shapes = [(tensor.shape, tensor.dtype) for tensor in tensors]
-        return move, OneShotCounted(packet, shapes, prepared.stats, self._rank, count)
+        return move, KernelCounted(packet, shapes, prepared.stats, self._rank, count)
 
     def bind_draw(self, slug: str, label: str, scores_BV: Tensor, *, noisy: bool, count: bool) -> tuple[Draw, Counted]:
         """Prepare a fused draw of one shape and dtype; the ranks bind it together.
@@ -120,7 +120,7 @@ class OneShotTransport:
         draw = make_draw(self, slug, label, scores_BV, noisy, stats, count)
         rows = scores_BV.shape[0]
         tokens = [(torch.Size([rows]), torch.int64)]
-        return draw, OneShotCounted(Packet(slug, label, rows * 8), tokens, stats, self._rank, count)
+        return draw, KernelCounted(Packet(slug, label, rows * 8), tokens, stats, self._rank, count)
 
     def _prepared(self, packet: Packet) -> _Prepared:
         return packet.scratch[self.name]  # type: ignore[no-any-return]
@@ -186,12 +186,12 @@ def _stage(tensors: Sequence[Tensor], scratch: Sequence[Tensor]) -> list[Tensor]
     ]
 
 
-def _stream_reader() -> Callable[[int], int]:
+def stream_reader() -> Callable[[int], int]:
     reader = getattr(torch._C, "_cuda_getCurrentRawStream", None)
     return reader if reader is not None else lambda index: 0
 
 
-class OneShotCounted(Counted):
+class KernelCounted(Counted):
     """What the kernel counted for one signature of one site."""
 
     def __init__(

@@ -19,6 +19,7 @@ from specsync_core.collectives import store_of
 from specsync_core.errors import SpecSyncError
 from specsync_core.payload import Packet, describe
 from specsync_core.transports import choose_transport
+from specsync_core.transports.base import CountingTransport
 from specsync_core.transports.choose import TRANSPORTS
 from specsync_core.transports.communicators import has_own_bindings
 from specsync_core.transports.one_shot import OneShotTransport
@@ -216,9 +217,15 @@ def stress(group: TorchGroup, device: torch.device) -> Found:
 
 
 def counters(group: TorchGroup, device: torch.device) -> Found:
+    return [text for name in ("one-shot", "grouped") for text in counters_of(name, group, device)]
+
+
+def counters_of(transport: str, group: TorchGroup, device: torch.device) -> Found:
     """Mismatches, and the first of them, counted by the kernel: eagerly, in graphs, in both modes."""
     found, rank = [], group.rank_in_group
-    sync = synced(group, "all,dspark-accept-sample:audit", "one-shot")
+    sync = synced(group, "all,dspark-accept-sample:audit", transport)
+    if not isinstance(sync.transports[transport].transport, CountingTransport):
+        found.append(f"{transport} does not count by a kernel")
     sync.step = 4
     for slug in ("dspark-accept-greedy", "dspark-accept-sample"):
         own = tuple(torch.arange(70, dtype=dtype, device=device) for dtype in (torch.int32, torch.int64, torch.int32))
@@ -238,7 +245,7 @@ def counters(group: TorchGroup, device: torch.device) -> Found:
         stats = sync.stats()[slug]
         compared = (4 * 210, 9, 3) if rank else (0, 0, 0)
         if (stats.calls, stats.compared, stats.mismatches, stats.mismatched_calls) != (4, *compared):
-            found.append(f"{slug}: {stats}")
+            found.append(f"{transport}, {slug}: {stats}")
         first = stats.first_divergence
         if rank and (
             first is None

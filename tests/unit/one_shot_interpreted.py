@@ -14,6 +14,7 @@ import torch
 from specsync_core.payload import describe
 from specsync_core.transports import one_shot_kernel as kernels
 from specsync_core.transports import one_shot_protocol as protocol
+from specsync_core.transports.count_kernel import count_kernel
 from specsync_core.transports.one_shot import decode_lane
 from specsync_core.transports.one_shot_protocol import Failure, Header, lanes_of
 
@@ -129,6 +130,43 @@ def test_counts_and_first_difference(world: int) -> None:
         assert values == (own[position][index].item(), root[position][index].item())
         assert int(rank.stats[protocol.FIRST_CALL]) == 1
     assert ranks[0].stats[protocol.MISMATCHES] == 0
+
+
+def count_call(own, rank0, stats, record, *, overwrite, compare=True, block=32):
+    widths = tuple(tensor.element_size() for tensor in own)
+    addresses = [tuple(tensor.data_ptr() for tensor in tensors) for tensors in (own, rank0)]
+    sizes = tuple(tensor.nbytes for tensor in own)
+    count_kernel[(1,)](
+        *addresses, sizes, sum(map(lanes_of, sizes)), stats.data_ptr(), record.data_ptr(),
+        widths=widths, BLOCK=block, UNIT=min(8, *widths), OVERWRITE=overwrite, COMPARE=compare,
+    )  # fmt: skip
+
+
+def test_the_counting_kernel_of_grouped(world: int) -> None:
+    """Compared, counted and overwritten in one launch, over several tiles; the first difference is kept."""
+    rank = world - 1
+    stats = torch.zeros(protocol.STATS_WORDS, dtype=torch.int64)
+    record = torch.zeros(protocol.RECORD_WORDS, dtype=torch.int64)
+    record[protocol.RECORD_STEP] = 7
+    root = (*payload(0, 0), torch.arange(300, dtype=torch.int16))
+    own = (*payload(rank, 0), torch.arange(300, dtype=torch.int16))
+    own[-1][299] = -1
+    different = sum(int((mine != theirs).sum()) for mine, theirs in zip(own, root, strict=True))
+    before = [tensor.clone() for tensor in own]
+    count_call(own, root, stats, record, overwrite=False)
+    assert equal(own, before)
+    count_call(own, root, stats, record, overwrite=True)
+    assert equal(own, root)
+    count_call(own, root, stats, record, overwrite=True)
+    count_call(own, own, stats, record, overwrite=False, compare=False)
+    assert stats[: protocol.FIRST_CALL].tolist() == [4, 2 * different, 2], stats
+    shapes = [(tensor.shape, tensor.dtype) for tensor in own]
+    first, mine, theirs = (
+        int(stats[word]) & 2**64 - 1 for word in (protocol.FIRST_LANE, protocol.FIRST_OWN, protocol.FIRST_ROOT)
+    )
+    position, index, values = decode_lane(first - 1, mine, theirs, shapes)
+    assert values == (before[position][index].item(), root[position][index].item())
+    assert (int(stats[protocol.FIRST_CALL]), int(stats[protocol.FIRST_STEP])) == (1, 7)
 
 
 def test_large_calls_take_several_chunks(world: int) -> None:
