@@ -23,12 +23,12 @@ def test_versions_are_the_known_ones():
     assert sorted(tested + checked) == sorted(VLLM.versions)
 
 
-@pytest.mark.parametrize("name", ["calls", "bytes", "mismatched_calls", "mismatches"])
-def test_counters_have_these_names(name):
-    from specsync_core.engines.metrics import NAMES
+def test_counters_have_these_names():
+    from specsync_core.diagnostics.metrics import exported_names
 
-    assert name in NAMES
-    assert f"specsync_{name}_total" in PAGE
+    named = set(re.findall(r"`(specsync_[a-z_]+_total)`", PAGE))
+    assert len(named) >= 4
+    assert named <= exported_names()
 
 
 def test_limits_are_stated_where_a_user_looks():
@@ -38,7 +38,26 @@ def test_limits_are_stated_where_a_user_looks():
 
 
 def test_the_start_line_is_the_adapters():
-    source = (Path(__file__).parents[2] / "specsync_core" / "engines" / "vllm_adapter.py").read_text()
-    line = re.search(r"^    specsync: vllm (.*) runner, (.*), (\d) ranks: keeps .* in agreement\.$", PAGE, re.MULTILINE)
-    assert line
-    assert '"specsync: vllm %s, %s runner, %s, %d ranks: %s."' in source
+    from specsync_core.engines.vllm_adapter import LIMITS
+
+    shown = re.search(
+        r"^specsync: vllm \S+, V\d runner, \w+, 2 ranks: keeps .* in agreement\. (.*)$", PAGE, re.MULTILINE
+    )
+    assert shown
+    assert shown[1] == LIMITS
+
+
+@pytest.mark.parametrize("part", ["serve", "matrix", "oldest", "overhead", "leading"])
+def test_what_is_generated_from_runs_is_there(part):
+    generated = PAGE.split(f"<!-- {part}: begin -->")[1].split(f"<!-- {part}: end -->")[0]
+    assert len(generated.splitlines()) > 3
+    assert "wrong text" in generated or part != "matrix"
+
+
+def test_with_sync_nothing_differed_in_any_run_that_is_shown():
+    matrix = PAGE.split("<!-- matrix: begin -->")[1].split("<!-- matrix: end -->")[0]
+    cells = [line.split("|")[4].strip() for line in matrix.splitlines() if line.startswith("| V")]
+    assert cells
+    for cell in cells:
+        assert re.match(r"0 of \d+ steps", cell)
+        assert "wrong" not in cell

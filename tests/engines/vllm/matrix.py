@@ -20,7 +20,7 @@ DFLASH = {"method": "dflash", "model": "dflash", "num_speculative_tokens": 3}
 
 VERDICTS = ("tok@4", "acc-1@4", "acc+1@4", "draft@4")
 ROWS = ("tok@4", "acc-1@4", "draft@4", "draftlen@4")
-BRIEF = ("tok@3", "acc-1@3", "draft@3")
+BRIEF = ("tok@2", "draft@2")
 """For the V2 runner under Triton's interpreter, which is slow."""
 GATE = "gate@4"
 SEED = f"seed@all {HOT}"
@@ -37,13 +37,13 @@ SETUPS = {
     "V1, async, eagle3": Setup(EAGLE3, VERDICTS, ASYNC),
     "V1, async, mtp": Setup(MTP, VERDICTS, ASYNC, target="mimo"),
     "V1, async, dflash": Setup(DFLASH, VERDICTS, ASYNC),
-    "V2, ngram": Setup(NGRAM, BRIEF, V2, tokens=10),
-    "V2, draft_model": Setup(DRAFT_MODEL, BRIEF, V2, tokens=10),
-    "V2, eagle3": Setup(EAGLE3, BRIEF, V2, tokens=10),
-    "V2, mtp": Setup(MTP, BRIEF, V2, target="mimo", tokens=10),
-    "V2, dflash": Setup(DFLASH, BRIEF, V2, tokens=10),
-    "V2, eagle": Setup(EAGLE, (*VERDICTS, SEED), V2, tokens=16),
-    "V2, async, eagle": Setup(EAGLE, (*VERDICTS, SEED), V2 | ASYNC, tokens=16),
+    "V2, ngram": Setup(NGRAM, BRIEF, V2, tokens=8),
+    "V2, draft_model": Setup(DRAFT_MODEL, BRIEF, V2, tokens=8),
+    "V2, eagle3": Setup(EAGLE3, BRIEF, V2, tokens=8),
+    "V2, mtp": Setup(MTP, BRIEF, V2, target="mimo", tokens=8),
+    "V2, dflash": Setup(DFLASH, BRIEF, V2, tokens=8),
+    "V2, eagle": Setup(EAGLE, (*VERDICTS, SEED), V2, tokens=12),
+    "V2, async, eagle": Setup(EAGLE, (*VERDICTS, SEED), V2 | ASYNC, tokens=12),
 }
 
 

