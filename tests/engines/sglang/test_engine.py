@@ -62,7 +62,7 @@ SETUPS = {
     "0.5.23 dflash, simulated acceptance": Setup("0.5.23", DFLASH, DRAW, environ=SIMULATED),
 }
 """Of 0.5.23 the setups whose decisions the engine's own fix leaves to each rank."""
-each = pytest.mark.parametrize("name", SETUPS)
+each = pytest.mark.parametrize("name", SETUPS, scope="module")  # both runs of a setup, one after the other
 pytestmark = [
     pytest.mark.timeout(900),
     pytest.mark.filterwarnings("ignore:record_property is incompatible"),  # `matrix_page.py` reads what is recorded
