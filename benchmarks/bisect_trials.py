@@ -34,7 +34,7 @@ from specsync_core.manager import load_registry
 from tests.unit.bisect.oracles import CALLED, SCENARIOS, A, B, Oracle, answer, found_sets, halve, sites_of
 
 ACCEPT_FAULT = f"{A}:rank=1:step=4:add=1"
-PLAN_FAULT = "dspark-plan:rank=1:step=6:add=-1"
+TARGET_FAULT = "dspark-target:rank=1:step=0:index=0:add=1"
 DRAFT_FAULT = f"{B}:rank=1:from=3:add=1"
 STEPS = 12
 
@@ -53,7 +53,9 @@ class DemoCase:
 
 DEMO: dict[str, DemoCase] = {
     "one culprit": DemoCase(ACCEPT_FAULT, (frozenset({A}),)),
-    "two independent culprits": DemoCase(f"{ACCEPT_FAULT};{PLAN_FAULT}", (frozenset({A}), frozenset({"dspark-plan"}))),
+    "two independent culprits": DemoCase(
+        f"{ACCEPT_FAULT};{TARGET_FAULT}", (frozenset({A}), frozenset({"dspark-target"}))
+    ),
     "a pair that is only bad together": DemoCase(DRAFT_FAULT, (frozenset({A, B}),), hangs_only=True),
     "a culprit in 50% of the runs": DemoCase(ACCEPT_FAULT, (frozenset({A}),), rate=0.5),
     "a culprit in 10% of the runs": DemoCase(ACCEPT_FAULT, (frozenset({A}),), rate=0.1),

@@ -146,10 +146,10 @@ class Knowledge:
         """Whether the set, or a part of it, was bad, and that is not known to be noise."""
         return any(blamed <= sites and not self.is_noise(blamed, test, error) for blamed in self._blamed)
 
-    def smallest_suspect(self, sites: Sites, test: SequentialTest, error: float) -> Sites:
-        """Return the smallest set within a suspect one that trials were about; where counts are clear, it is small."""
+    def suspects(self, sites: Sites, test: SequentialTest, error: float) -> list[Sites]:
+        """Return the sets within this one that trials found bad, the smallest first: clear counts make them small."""
         within = [each for each in self._blamed if each <= sites and not self.is_noise(each, test, error)]
-        return min(within, key=lambda each: (len(each), sorted(each)))
+        return sorted(within, key=lambda each: (len(each), sorted(each)))
 
     def is_clear(self, sites: Sites, test: SequentialTest, error: float) -> bool:
         """Whether the set does not matter."""

@@ -31,6 +31,8 @@ RATE_CONFIDENCE = 0.9
 DETOUR_ERROR = 0.1
 """How often a part that matters may be passed over while narrowing down; the check at the end finds it again."""
 
+SETTLED_ERROR = 0.05
+"""How often noise is narrowed down, which is long: what is left was bad once, and is first made sure of."""
 NOISE_ERROR = 0.01
 """How often a set that matters may be taken for noise, after it was bad once."""
 
@@ -197,6 +199,19 @@ class Search:
                 assert self.test is not None
                 return Verdict("found", found=tuple(family), checks=tuple(checks), rate=self.test.rate)
 
+    def _is_settled_bad(self, off: Sites) -> bool:
+        """Whether the bad runs of a set are more than noise; it is run again until that shows."""
+        assert self.test is not None
+        for sites in self.knowledge.suspects(off, self.test, NOISE_ERROR):
+            tally = self.knowledge.tally(sites)
+            if self.test.is_bad(tally.bad, tally.good, SETTLED_ERROR):
+                return True
+        sites = self.knowledge.suspects(off, self.test, NOISE_ERROR)[0]
+        spent = self.knowledge.own(sites)[1]
+        if spent >= self.limits.runs or self.knowledge.is_untestable(sites):
+            return True
+        raise _Unanswered(Question(f"seeing whether it was noise: {self.stage}", ((sites, 1),)))
+
     @property
     def _error(self) -> float:
         """What wrong verdicts of one kind may add up to: half of the whole for each kind."""
@@ -208,7 +223,7 @@ class Search:
             return "clear"
         words = ", ".join(sorted(kept)) if kept else "nothing"
         self.stage = f"only {words} on, of the candidates" if kept else "all candidate sites off"
-        if self._race([off], error) is not None:
+        if self._race([off], error) is not None and self._is_settled_bad(off):
             return None
         if self.knowledge.is_untestable(off):
             return "untestable"
@@ -230,7 +245,7 @@ class Search:
         assert self.test is not None
         smaller: Sites | None = bad
         while smaller is not None:
-            bad = self.narrowed = self.knowledge.smallest_suspect(smaller, self.test, NOISE_ERROR)
+            bad = self.narrowed = self.knowledge.suspects(smaller, self.test, NOISE_ERROR)[0]
             self.stage = f"narrowing {len(bad)} sites down"
             smaller = self._find_smaller(bad) if len(bad) > 1 else None
         self.narrowed = frozenset()

@@ -59,7 +59,7 @@ def tell_state(bisection: Bisection, parallel: int) -> str:
     good, bad = bisection.expected_left()
     if good + bad:
         seconds = good * _mean(bisection, "good") + bad * _mean(bisection, "bad")
-        parts.append(f"about {good + bad} more runs, {_duration(seconds / min(parallel, good + bad))}")
+        parts.append(f"about {_count(good + bad, 'more run')}, {_duration(seconds / min(parallel, good + bad))}")
     return "; ".join(parts)
 
 
@@ -168,6 +168,8 @@ class Summary:
             return f"with everything else off and {it} on, the command fails before its first sync, so nothing is known"
         tally = self._knowledge.tally(check.off)
         text = f"with everything else off and {it} on, {tally.bad} of {tally.runs}{self._bound(tally.bad, tally.runs)}"
+        if tally.bad:
+            text += "; put down to noise, which is as rare"
         if tally.by_counts:
             text += (
                 f"; {tally.by_counts} of these by counts: no rank differed there, so they did not need to be off"
