@@ -39,7 +39,7 @@ SETUPS = {
     "V1, async, dflash": Setup(DFLASH, VERDICTS, ASYNC),
     "V2, ngram": Setup(NGRAM, BRIEF, V2, tokens=8),
     "V2, draft_model": Setup(DRAFT_MODEL, BRIEF, V2, tokens=8),
-    "V2, eagle3": Setup(EAGLE3, BRIEF, V2, tokens=8),
+    "V2, eagle3": Setup(EAGLE3, BRIEF, V2, target="deep", tokens=8),
     "V2, mtp": Setup(MTP, BRIEF, V2, target="mimo", tokens=8),
     "V2, dflash": Setup(DFLASH, BRIEF, V2, tokens=8),
     "V2, eagle": Setup(EAGLE, (*VERDICTS, SEED), V2, tokens=12),

