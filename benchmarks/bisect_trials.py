@@ -217,6 +217,17 @@ def table(results: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def _written(results: dict[str, Any]) -> str:
+    """JSON with a trial on each line."""
+    records = {name: entry["record"] for name, entry in results.get("demo", {}).items()}
+    shown = {name: {**entry, "record": f"@{name}@"} for name, entry in results.get("demo", {}).items()}
+    text = json.dumps({**results, **({"demo": shown} if shown else {})}, indent=1)
+    for name, trials in records.items():
+        lines = ",\n".join(f"    {json.dumps(trial)}" for trial in trials)
+        text = text.replace(f'"@{name}@"', f"[\n{lines}\n   ]")
+    return text + "\n"
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--demo", choices=DEMO, help="bisect the demo's engine in this scenario")
@@ -241,7 +252,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         results["limits"] = {"confidence": limits.confidence, "runs": limits.runs}
         results["simulated"] = simulate_all(given.repeats, results.get("demo", {}), limits)
     if given.out:
-        given.out.write_text(json.dumps(results, indent=1) + "\n")
+        given.out.write_text(_written(results))
 
 
 if __name__ == "__main__":

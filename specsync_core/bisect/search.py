@@ -168,7 +168,7 @@ class Search:
         """Whether the next run with all candidates off is better an audited one: as bad, and it counts."""
         bad, runs = self.knowledge.own(self.knowledge.candidates, audited=True)
         has_counts = any(t.counts is not None and t.counts.compared for t in self.knowledge.trials if not t.off)
-        return has_counts and bad == 0 and runs < BAD_RUNS
+        return has_counts and (bad > 0 or runs < BAD_RUNS)  # unless auditing hides it
 
     def _ask_for_bad(self, sites: Sites, bads: int, runs: int, audited: bool) -> None:
         if runs > 0:
