@@ -460,7 +460,7 @@ class SpecTpSync:
             wait: wait for the device where counters live there. False reads them beside the engine's stream, as they
                 are at this moment: also while a collective on that stream hangs.
         """
-        with nullcontext() if wait else _beside_the_stream():
+        with nullcontext() if wait else beside_the_stream():
             return {slug: counter.stats() for slug, counter in self._counters.items()}
 
     def save_stats(self) -> None:
@@ -469,7 +469,7 @@ class SpecTpSync:
             self._stats_file.close()
 
 
-def _beside_the_stream() -> AbstractContextManager[Any]:
+def beside_the_stream() -> AbstractContextManager[Any]:
     if not torch.cuda.is_available() or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return nullcontext()
     return torch.cuda.stream(torch.cuda.Stream())  # type: ignore[no-untyped-call]

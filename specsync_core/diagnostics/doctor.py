@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -230,9 +230,15 @@ def _diagnosis(finding: Finding, evidence: words.Evidence, world_size: int) -> D
 
 
 def _state(recording: Recording, dump: Dump | None, exit_codes: Mapping[int, int | None]) -> RankState:
-    """How one rank stands; a dump that is all there is, or that tells of a stall, says how long it waited at least."""
-    is_stall = dump is not None and (dump.recording is recording or not words.is_over(dump, recording))
-    return rank_state(recording, exit_codes, dump.written_s if dump is not None and is_stall else None)
+    """How one rank stands. Its last dump tells that it lived then, and where nobody stalled, how long it had waited."""
+    if dump is None or words.is_over(dump, recording):
+        return rank_state(recording, exit_codes)
+    state = rank_state(recording, exit_codes, None if dump.is_stall else dump.written_s)
+    if state.status == "died" and state.exit_code is None and dump.is_stall:
+        # Whoever ended it did so after the stall: its end explains nothing.
+        ending = f"lived in the stall, at {words.clock(dump.written_s)}, and is gone now"
+        return replace(state, status="unknown", ending=ending)
+    return state
 
 
 def _finding(

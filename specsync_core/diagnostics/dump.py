@@ -77,6 +77,11 @@ class Dump:
     stacks: Mapping[str, list[str]] = field(default_factory=dict)
     generators: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def is_stall(self) -> bool:
+        """It was written because this rank, or a peer, did not get on."""
+        return "no progress" in self.reason
+
     def stacks_of(self, thread: str) -> list[str]:
         """The frames of the thread with this name, outermost first; nothing when there is none."""
         return next((lines for name, lines in self.stacks.items() if name.startswith(f"{thread} (")), [])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from specsync_core.diagnostics.behind import Missing
 from specsync_core.diagnostics.divergence import Divergence
-from specsync_core.diagnostics.verdict import Evidence, place, rank_list, show
+from specsync_core.diagnostics.verdict import Evidence, checks_text, place, rank_list, show
 
 
 def headline(finding: str, evidence: Evidence) -> str:
@@ -118,7 +118,7 @@ def checks(evidence: Evidence) -> str:
     """How much was compared: elements where counters are there, else tensors of the recordings."""
     counted, comparison = evidence.counted, evidence.comparison
     if counted.checks:
-        return f"{counted.mismatches:,} mismatch{'' if counted.mismatches == 1 else 'es'} in {counted.checks:,} checks"
+        return checks_text(counted.mismatches, counted.checks)
     if comparison.comparisons:
         return f"0 mismatches in {comparison.comparisons:,} comparison{'' if comparison.comparisons == 1 else 's'}"
     return "nothing could be compared"

@@ -158,7 +158,8 @@ def _wait_lines(evidence: Evidence) -> Iterator[str]:
         return
     for state in free:
         if state.status in ("running", "unknown") and state.last is not None and not state.is_cut_off:
-            yield f"Rank {state.group_rank} is in no long wait; it last recorded {_last(state, evidence)}."
+            now = "is in no long wait" if "gone" not in state.ending else f"{state.ending}; it was in no long wait"
+            yield f"Rank {state.group_rank} {now}; it last recorded {_last(state, evidence)}."
         elif state.status == "finished":
             yield f"Rank {state.group_rank} {state.ending}."
     if len(evidence.stuck) > 1:
@@ -259,8 +260,7 @@ def _counter_lines(evidence: Evidence) -> Iterator[str]:
         own = [each for each in counted.sites if each.group_rank == rank and not each.is_consensus]
         checks, mismatches = sum(each.checks for each in own), sum(each.mismatches for each in own)
         if checks:
-            plural = "" if mismatches == 1 else "es"
-            yield f"Rank {rank}'s counters: {mismatches:,} mismatch{plural} in {checks:,} checks at {len(own)} sites."
+            yield f"Rank {rank}'s counters: {checks_text(mismatches, checks)} at {len(own)} sites."
     for each in counted.sites:
         if each.first is not None and not each.is_consensus:
             yield f"  {_counted_site(each)}"
@@ -273,7 +273,7 @@ def _counted_site(each: SiteCount) -> str:
     gap = first.get("logit_gap")
     close = f", two best logits {gap:.3g} apart" if isinstance(gap, (int, float)) else ""
     return (
-        f"{each.site} ({each.mode}): {each.mismatches:,} mismatches in {each.checks:,} checks, first in step"
+        f"{each.site} ({each.mode}): {checks_text(each.mismatches, each.checks)}, first in step"
         f" {first['step']}, call {first.get('call')}: {what} is {show(first['own'])} on rank {each.group_rank} and"
         f" {show(first['rank0'])} on rank 0{close}."
     )
@@ -322,6 +322,11 @@ def _recording_caveats(rank: int, recording: Recording) -> Iterator[str]:
     elif recording.torn or recording.lost:
         count = max(recording.torn, recording.lost)
         yield f"Rank {rank}: {count} records could not be read (torn while they were written)."
+
+
+def checks_text(mismatches: int, checks: int) -> str:
+    """``3 mismatches in 61,440 checks``."""
+    return f"{mismatches:,} mismatch{'' if mismatches == 1 else 'es'} in {checks:,} check{'' if checks == 1 else 's'}"
 
 
 def place(what: str, detail: str) -> str:
