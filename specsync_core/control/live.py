@@ -121,7 +121,7 @@ class LiveControl:
         self.history.append({**made, "modes": modes, "request": proposal.request})
         if self._rank == 0:
             logger.warning(
-                "sites changed by %s at step %d: %s (%d sites, plan %s).",
+                "%s: sites changed at step %d by '%s' (%d changed, plan %s).",
                 *(ORIGIN, step, proposal.request, len(modes), sync.plan.digest[:12]),
             )
         return made

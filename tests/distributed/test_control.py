@@ -19,6 +19,7 @@ from specsync_core.demo.config import Job, ModelConfig, World
 from specsync_core.diagnostics import FaultInjector, parse_faults
 from specsync_core.errors import ControlError, SpecSyncError
 from specsync_core.testing import run_ranks
+from tests.distributed.test_engine_hooks import hook, make_engine
 
 ACCEPT = "dspark-accept-greedy"
 
@@ -280,6 +281,33 @@ def test_an_engine_that_takes_no_step_changes_at_the_next_one(found):
 
 def test_a_closed_control_leaves_no_socket(found):
     assert found[0]["left behind"] == []
+
+
+# --- hooks of an engine -------------------------------------------------------------------------------------
+
+
+def hooked_engine(rank: int, world_size: int, folder: str):
+    runner, _ = make_engine(rank, fails=False)
+    os.environ["SPECSYNC_CONTROL"] = f"{folder}/e.sock"
+    sync = hook("off")  # nothing is on when the engine starts
+    operator = Script(sync.control.path, Request("sites", "vllm-tokens")) if rank == 0 else None
+    before = runner._sample(None, None).sampled_token_ids.tolist()
+    done = torch.zeros(1)
+    while not done.item():
+        sync.next_step()
+        after = runner._sample(None, None).sampled_token_ids.tolist()
+        done = torch.tensor([float(operator is not None and not operator.is_alive())])
+        dist.broadcast(done, 0)
+        time.sleep(0.002)
+    return before, after, runner._input_fits_in_drafter(None)
+
+
+def test_an_engines_hooks_are_there_for_sites_that_are_turned_on_later(tmp_path):
+    ranks = run_ranks(hooked_engine, 2, 40, (str(tmp_path),))
+    for rank, (before, after, fits) in enumerate(ranks):
+        assert before == [[rank, -1]]
+        assert after == [[0, -1]]
+        assert fits is (rank == 0)  # a host agreement stays off
 
 
 # --- ranks that fail ----------------------------------------------------------------------------------------

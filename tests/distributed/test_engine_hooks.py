@@ -1,5 +1,6 @@
 """Replaced functions on real ranks: group rank 0's decision everywhere, and what is raised on one rank on all."""
 
+import os
 import sys
 from types import ModuleType, SimpleNamespace
 
@@ -58,7 +59,8 @@ def hook(policy):
     group = TorchGroup()
     manager = plugin_manager()
     facts = EngineFacts(engine="vllm", version="0.32.0", algorithm="ngram", platform="cpu")
-    plan = resolve_plan(load_registry(manager), {"SPECSYNC_SITES": policy}, facts=facts, manager=manager)
+    control = {name: value for name, value in os.environ.items() if name == "SPECSYNC_CONTROL"}
+    plan = resolve_plan(load_registry(manager), {"SPECSYNC_SITES": policy, **control}, facts=facts, manager=manager)
     sync = SpecTpSync(ParallelGroups(tp=group), plan)
     points = [point for _, found in manager.ask("specsync_broadcast_points", engine=facts) for point in found]
     ours = [point for point in points if not point.target.startswith("vllm.v1.worker.gpu.")]

@@ -1,0 +1,78 @@
+"""docs/metrics-and-control.md says what the code says, and its worked example is run."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from specsync_core.control import listener, pledges, protocol
+from specsync_core.diagnostics.metrics import exported_names
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "metrics-and-control.md").read_text()
+WORKED = PAGE.split("### A worked example")[1].split("### What cannot change")[0]
+BIN = Path(sys.executable).parent
+
+
+def sessions() -> list[tuple[str, str]]:
+    """The commands of the worked example in order, each with the output that stands below it."""
+    found = []
+    for block in re.findall(r"^```console\n(.*?)^```$", WORKED, re.MULTILINE | re.DOTALL):
+        for part in block.removeprefix("$ ").split("\n$ "):
+            command, _, output = part.partition("\n")
+            found.append((command, output))
+    return found
+
+
+def shape(text: str) -> list[str]:
+    """Lines without numbers, digests and alignment."""
+    lines = (re.sub(r"\b[0-9a-f]{12}\b|\d[\d.,]*", "#", line) for line in text.splitlines())
+    return [" ".join(line.split()) for line in lines if line.strip()]
+
+
+@pytest.mark.timeout(300)
+def test_the_worked_example_prints_what_the_page_shows(tmp_path):
+    (start, _), (export, _), *commands = sessions()
+    assert start == "python examples/live_control.py /tmp/specsync.sock 350 &"
+    assert export == "export SPECSYNC_CONTROL=/tmp/specsync.sock"
+    path = tmp_path / "s.sock"
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("SPECSYNC_")}
+    environ |= {"SPECSYNC_CONTROL": str(path), "PATH": f"{BIN}:{environ['PATH']}", "COLUMNS": "200"}
+    command = [sys.executable, "examples/live_control.py", str(path), "150"]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env=environ) as example:
+        deadline = time.monotonic() + 120
+        while not path.exists() and time.monotonic() < deadline and example.poll() is None:
+            time.sleep(0.05)
+        time.sleep(1)  # some steps
+        for typed, shown in commands:
+            words = ["sh", "-c", typed]
+            done = subprocess.run(words, env=environ, capture_output=True, text=True, timeout=60, check=False)
+            assert shape(done.stdout + done.stderr) == shape(shown), typed
+        said, _ = example.communicate(timeout=120)
+    (shown,) = re.findall(r"^```text\n(.*?)^```$", WORKED, re.MULTILINE | re.DOTALL)
+    assert shape(said) == shape(shown)
+    same, total = map(int, re.findall(r"\d+", said)[:2])
+    assert 0 < same < total, "audit lets wrong tokens through, sync does not"
+
+
+def test_every_metric_is_listed():
+    assert set(re.findall(r"^\| `(specsync_\w+)` \|", PAGE, re.MULTILINE)) == exported_names()
+
+
+def test_every_command_is_listed():
+    assert set(re.findall(r"^\| `specsync ctl (\w+)", PAGE, re.MULTILINE)) == set(protocol.ARGUMENTS)
+
+
+def test_bounds_are_those_of_the_code():
+    security = PAGE.split("### Security")[1]
+    assert f"at most\n{protocol.MAX_REQUEST_BYTES} bytes" in security
+    assert f"answers of at most {protocol.MAX_ANSWER_BYTES >> 20} MiB" in security
+    assert f"has {listener.READ_S:g} seconds for its line" in security
+    assert listener.MAX_CLIENTS == 8
+    assert f"does not answer within {pledges.ARM_S:g} seconds" in PAGE
