@@ -102,7 +102,7 @@ def show_minimal(
     whole = algorithm or "all"
     proof = ",".join([f"{whole}:audit", *(site.slug for site in needed)])
     left_out = [each.site.slug for each in found if not each.needed]
-    verdicts = {path.name: judge(found, read_stats(path)) for path in stats}
+    verdicts = {path.name: judge(found, read_stats(path)) for path in _files(stats)}
     refuted = any(verdict.refuted for verdict in verdicts.values())
     if as_json:
         print_json(
@@ -127,8 +127,16 @@ def show_minimal(
     return refuted
 
 
+def _files(paths: list[Path]) -> list[Path]:
+    """The files that were named, and those in the directories that were."""
+    found = [file for path in paths for file in (sorted(path.glob("*.json")) if path.is_dir() else [path])]
+    if paths and not found:
+        raise UsageError(f"--audit {paths[0]}: it holds no counts. Run with SPECSYNC_STATS_DIR={paths[0]} first.")
+    return found
+
+
 def read_stats(path: Path) -> dict[str, Any]:
-    """Read the counts of one rank, as ``SPECSYNC_STATS_DIR`` collects them, or as ``stats()`` gives them.
+    """Read the counts of one rank, as ``SPECSYNC_STATS_DIR`` keeps them, or as ``stats()`` gives them.
 
     Raises:
         UsageError: the file cannot be read.

@@ -50,7 +50,7 @@ def plan(
     audit: Annotated[
         list[Path] | None,
         typer.Option(
-            help="With --minimal: counts of a rank in mode audit, JSON; exit code 1 where they refute the set."
+            help="With --minimal: a rank's counts in mode audit, or SPECSYNC_STATS_DIR; 1 if they refute the set."
         ),
     ] = None,
     as_json: JsonOption = False,

@@ -15,14 +15,20 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from specsync_core.testing.conformance import ConformanceError, Report, Violation, plugin_conformance
+    from specsync_core.testing.conformance import (
+        ConformanceError,
+        Report,
+        Violation,
+        conformance_on_ranks,
+        plugin_conformance,
+    )
     from specsync_core.testing.engine import FakeEngine, Scenario, Skew
     from specsync_core.testing.fake_group import FakeGroup, run_fake_ranks
     from specsync_core.testing.points import hooked
     from specsync_core.testing.ranks import RankError, run_ranks
 
 _NAMES_BY_MODULE = {
-    "conformance": ("ConformanceError", "Report", "Violation", "plugin_conformance"),
+    "conformance": ("ConformanceError", "Report", "Violation", "conformance_on_ranks", "plugin_conformance"),
     "engine": ("FakeEngine", "Scenario", "Skew"),
     "fake_group": ("FakeGroup", "run_fake_ranks"),
     "points": ("hooked",),
@@ -39,6 +45,7 @@ __all__ = [
     "Scenario",
     "Skew",
     "Violation",
+    "conformance_on_ranks",
     "hooked",
     "plugin_conformance",
     "run_fake_ranks",

@@ -7,14 +7,19 @@ rank must return the same.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
+from typing import Any
+
+import torch
+import torch.distributed as dist
 
 from specsync_core.algorithm import Algorithm
 from specsync_core.engines.known import ENGINES
 from specsync_core.errors import SpecSyncError, did_you_mean
 from specsync_core.facts import EngineFacts, Facts
+from specsync_core.groups import Group
 from specsync_core.manager import GROUP, PluginManager, load_registry
 from specsync_core.plan import Plan, resolve_plan
 from specsync_core.policy import parse_policy
@@ -25,7 +30,7 @@ from specsync_core.testing import rules
 from specsync_core.testing.engine import NOISE, Scenario, Skew
 from specsync_core.testing.points import PLATFORMS, point_problems, points_by_engine
 from specsync_core.testing.rules import Violation
-from specsync_core.testing.trial import Record, RunTrial, Trial, on_fake_ranks
+from specsync_core.testing.trial import Record, RunTrial, Trial, on_fake_ranks, on_this_group
 from specsync_core.testing.watch import Change
 
 NAME = "plugin-under-test"
@@ -87,14 +92,38 @@ def plugin_conformance(plugin: object, *, world_size: int = 2, scenarios: Sequen
         ConformanceError: it breaks a rule; a line for each, with the site.
         PluginError, RegistryError: it cannot be loaded at all.
     """
+    return _conform(plugin, scenarios, lambda algorithm, plan: on_fake_ranks(algorithm, plan, world_size))
+
+
+def conformance_on_ranks(
+    plugin: object, group: Group, device: torch.device, *, scenarios: Sequence[Scenario] = SCENARIOS
+) -> Report:
+    """`plugin_conformance` on real ranks, of which this process is one: on CUDA, graphs are really captured.
+
+    Every rank of the group calls it at the same moment, and all return or raise alike. What runs inside a captured
+    graph cannot be looked at or changed from the host; there, the results of skewed ranks must show it.
+
+    Args:
+        group: of the ranks; its ``cpu_group`` brings the records together. A plugin that breaks a rule may hang its
+            peers until the group's own time-out, so begin with `plugin_conformance`.
+        device: of this rank.
+    """
+
+    def exchange(record: Record) -> list[Record]:
+        records: list[Any] = [None] * group.world_size
+        dist.all_gather_object(records, record, group=group.cpu_group)
+        return records
+
+    return _conform(plugin, scenarios, lambda algorithm, plan: on_this_group(group, algorithm, plan, device, exchange))
+
+
+def _conform(plugin: object, scenarios: Sequence[Scenario], ways: Callable[[Algorithm, Plan], RunTrial]) -> Report:
     manager, registry = _load(plugin)
     report = Report(_declared(manager, registry))
-    algorithms = manager.algorithms()
     report.violations += _policies(manager, registry)
     report.violations += _points(manager, registry, report)
-    for algorithm in algorithms.values():
-        run = on_fake_ranks(algorithm, full_plan(registry, manager), world_size)
-        examine(algorithm, registry, report, run, scenarios)
+    for algorithm in manager.algorithms().values():
+        examine(registry, report, ways(algorithm, full_plan(registry, manager)), scenarios)
     report.violations += _uncovered(report)
     if report.violations:
         lines = dict.fromkeys(map(str, report.violations))
@@ -163,13 +192,7 @@ def _uncovered(report: Report) -> Iterator[Violation]:
             yield Violation("covered", slug, "it is declared, and nothing synchronises it")
 
 
-def examine(
-    algorithm: Algorithm,
-    registry: Registry,
-    report: Report,
-    run: RunTrial,
-    scenarios: Sequence[Scenario] = SCENARIOS,
-) -> None:
+def examine(registry: Registry, report: Report, run: RunTrial, scenarios: Sequence[Scenario]) -> None:
     """Run every trial of an algorithm, and add what was seen to the report."""
     examination = _Examination(registry, report, run)
     for scenario in scenarios:
@@ -185,6 +208,8 @@ class _Examination:
         self._report = report
         self._run = run
         self._folds = False
+        self._unseen: set[str] = set()
+        """Sites that a GPU captured, where nothing could be looked at or changed."""
         self._obeyed: dict[str, bool] = {}
         """By site: whether changing group rank 0's values ever changed the outcome."""
         self._pairs: dict[tuple[str, str], list[bool]] = {}
@@ -215,6 +240,7 @@ class _Examination:
             self._report.calls[call.slug] = self._report.calls.get(call.slug, 0) + 1
             if call.in_capture:
                 self._report.captured.add(call.slug)
+                self._unseen |= {call.slug} if not call.own else set()
 
     def _change_every_site(self, scenario: Scenario, base: Record) -> None:
         first = {call.slug: (index, call) for index, call in reversed(list(enumerate(base.calls)))}
@@ -253,11 +279,13 @@ class _Examination:
     def conclude(self) -> None:
         """Judge what only several trials show. A gate of captures decides nothing where nothing is folded."""
         for slug, obeyed in self._obeyed.items():
+            if slug in self._unseen:
+                continue
             idle = self._registry.site(slug).cause == "memory" and not self._folds
             if not obeyed and not idle and not any(violation.site == slug for violation in self._report.violations):
                 words = "other values of group rank 0 change nothing: its own values, or none, are used behind it"
                 self._report.violations.append(Violation("obeyed", slug, words))
         for (first, second), again in self._pairs.items():
-            if all(again):
+            if all(again) and second not in self._unseen:
                 words = f"every call brings what {first} has just agreed on"
                 self._report.violations.append(Violation("once", second, words))

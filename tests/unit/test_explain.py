@@ -211,6 +211,21 @@ def test_minimal_reads_an_audit(capsys: pytest.CaptureFixture[str], tmp_path: Pa
     assert (ended, json.loads(text)["audits"]["rank-1.json"]["checks"]) == (code, 40)
 
 
+def test_minimal_reads_the_directory_of_a_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    for rank, mismatches in ((0, 0), (1, 3)):
+        document = {"version": 1, "stats": stats(dspark_plan=(mismatches, 40)), "modes": {"dspark-plan": "audit"}}
+        (tmp_path / f"rank-{rank}.json").write_text(json.dumps(document))
+    words = ("--minimal", "--engine", "demo", "--algorithm", "dspark", "--audit", str(tmp_path))
+    code, text, _ = say(capsys, *words)
+    assert code == 1
+    assert "audit rank-0.json: 0 mismatches in 40 checks" in text
+    assert "audit rank-1.json: refuted: dspark-plan has 3 mismatches in 40 checks" in text
+    (tmp_path / "empty").mkdir()
+    code, _, error = say(capsys, *words[:-1], str(tmp_path / "empty"))
+    assert code == 2
+    assert "it holds no counts. Run with SPECSYNC_STATS_DIR=" in error
+
+
 @pytest.mark.parametrize(
     ("words", "problem"),
     [

@@ -47,6 +47,7 @@ ALLOWED = {
     ("specsync_core/cli/app.py", "import_module"): "its own commands, each imported when it is called",
     ("specsync_core/engines/targets.py", "import_module"): "the engine's module that an installed plugin names in code",
     ("specsync_core/testing/__init__.py", "import_module"): "names of its own table",
+    ("specsync_core/testing/conformance.py", "all_gather_object"): "records, among the ranks of one test",
     ("specsync_core/testing/ranks.py", "pickle"): "values of ranks that it started, over pipes that only they hold",
     ("specsync_core/engines/late_import.py", "exec_module"): "hands on to the loader of a module the engine imports",
     ("specsync_core/transports/communicators.py", "broadcast_object_list"): "NCCL's id, among the ranks of one job",
