@@ -96,7 +96,7 @@ def _run(name: str, document: dict[str, Any]) -> Iterator[str]:
     made = f"torch {document['torch']}" + (f", NCCL {document['nccl']}" if document.get("nccl") else "")
     yield f"`{name}`: {document['date'][:10]}, {made}.\n"
     sizes = list(dict.fromkeys(size for row in document["rows"] for size in row["us"]))
-    yield f"| what | where | {' | '.join(f'{size} requests' for size in sizes)} |"
+    yield f"| what | where | {' | '.join('1 request' if size == '1' else f'{size} requests' for size in sizes)} |"
     yield f"| --- | --- | {' | '.join('---' for _ in sizes)} |"
     for row in document["rows"]:
         yield f"| {_cell(row['what'])} | {row['time']} | {' | '.join(_us(row, size) for size in sizes)} |"

@@ -115,6 +115,12 @@ def _dicts(value):
         yield from _dicts(inner)
 
 
+def test_the_wheel_holds_the_template(environment):
+    said = json.loads(environment.run("specsync", "new-plugin", "lookahead", "--directory", "../lookahead", "--json"))
+    assert "specsync_lookahead/sites.toml" in said["files"]
+    assert (environment.folder / "lookahead" / ".gitignore").is_file()
+
+
 def test_its_own_tests_pass(environment):
     assert "passed" in environment.run("python", "-m", "pytest", "-q", "-p", "no:cacheprovider")
 
