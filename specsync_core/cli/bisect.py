@@ -50,25 +50,27 @@ def bisect(
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the report, whose command it takes.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Find the smallest sets of sites that must be on, by running a command with others off, again and again.
+    """Find the smallest sets of sites that must be on, by running a command again and again.
 
-    A run is good when it ends with 0, and bad when it fails, hangs, or prints something else than --expect. With all
-    sites on it must be good, and with the candidates off bad. How often it is bad does not matter: each verdict rests
-    on as many runs as its confidence needs. The command gets SPECSYNC_SITES, SPECSYNC_STATS_DIR and SPECSYNC_TRIAL, a
-    number that is new in every run (for ports). Ctrl-C ends all runs and saves; --resume goes on.
+    A run is good when it ends with 0; it is bad when it fails, hangs, or prints
+    something else than --expect. With all sites on it must be good, and with
+    the candidates off bad. How often it is bad does not matter: each verdict
+    rests on as many runs as its confidence needs. A run gets SPECSYNC_SITES,
+    SPECSYNC_STATS_DIR and SPECSYNC_TRIAL, a number that is new in every run,
+    for ports. Ctrl-C ends all runs and saves the report; --resume goes on.
 
     Examples:
 
-      specsync bisect -- specsync demo --fault 'dspark-accept-greedy:rank=1:step=8:add=1'
+      specsync bisect -- specsync demo --steps 16
 
-      specsync bisect --sites vllm --runs 20 --timeout 300 -- python serve_and_load.py --model M
+      specsync bisect --sites vllm --timeout 300 -- python serve_and_load.py
 
-      specsync bisect --sites rng --expect clean.txt --parallel 2 -- ./generate.sh
+      specsync bisect --sites rng --expect clean.txt --parallel 2 -- ./run.sh
 
       specsync bisect --resume
 
-    Exit code 0: every minimal set was found; 1: an end point is not so, or cannot be tested; 2: usage; 128 and the
-    signal's number: interrupted.
+    Exit code 0: every minimal set was found. 1: an end point is not so, or
+    cannot be tested. 2: usage. 130: interrupted.
     """
     from specsync_core.bisect.run import Run, Task
     from specsync_core.errors import BisectError

@@ -45,6 +45,7 @@ def report(path: str = "specsync-bisect.json") -> Any:
 
 
 QUICK = ("--sites", "dspark", "--runs", "5")
+QUICKEST = ("--sites", f"{A},dspark-plan", "--runs", "1")
 
 
 def test_it_finds_the_culprit_and_says_so(run: Run, tmp_path: Path) -> None:
@@ -79,7 +80,7 @@ def test_two_culprits_in_parallel_as_json(run: Run, tmp_path: Path) -> None:
 
 def test_a_hang_is_ended_and_named(run: Run, tmp_path: Path) -> None:
     command = toy(tmp_path, [A], how="hangs", called=CALLED)
-    ended = run("--sites", "dspark-accept-greedy,dspark-plan", "--runs", "1", "--timeout", "5", "--", *command)
+    ended = run(*QUICKEST, "--timeout", "5", "--", *command)
     assert f"With {A} off, 1 of 1 run hangs" in ended.out
     assert "bad (time-out after 5 s, 5.0 s)" in ended.err
     assert not processes_with(str(tmp_path / "specsync-bisect.trials"))
@@ -140,7 +141,7 @@ def test_a_command_with_a_policy_of_its_own_is_refused(run: Run, tmp_path: Path)
 
 
 def test_what_a_run_leaves_behind_is_ended_with_it(run: Run, tmp_path: Path) -> None:
-    ended = run(*QUICK, "--runs", "1", "--", *toy(tmp_path, [A], how="leaves", called=CALLED))
+    ended = run(*QUICKEST, "--", *toy(tmp_path, [A], how="leaves", called=CALLED))
     assert ended.code == 0
     assert not processes_with(str(tmp_path / "specsync-bisect.trials"))
 
@@ -161,7 +162,7 @@ def test_the_shells_own_policy_is_replaced_and_that_is_said(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SGLANG_SPEC_TP_SYNC", "rng")
-    ended = run(*QUICK, "--runs", "1", "--", *toy(tmp_path, [A], called=CALLED))
+    ended = run(*QUICKEST, "--", *toy(tmp_path, [A], called=CALLED))
     assert ended.code == 0
     assert "note: SGLANG_SPEC_TP_SYNC='rng' of this shell is replaced in every run." in ended.err
 
@@ -254,7 +255,7 @@ def test_help_shows_examples(run: Run) -> None:
 
 def test_options_behind_the_command_are_the_commands_own(run: Run, tmp_path: Path) -> None:
     command = toy(tmp_path, [A])
-    ended = run(*QUICK, "--runs", "1", *command, "--sites", "nonsense")
+    ended = run(*QUICKEST, *command, "--sites", "nonsense")
     assert report()["asked"]["command"] == [*command, "--sites", "nonsense"]
     assert ended.code == 0
 
