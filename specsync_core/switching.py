@@ -28,14 +28,22 @@ class Switch:
         self._captures = captures
 
     def __call__(self, *tensors: Tensor, logits: Tensor | None = None) -> Any:
-        if tensors and getattr(tensors[0], "is_cuda", False) and torch.cuda.is_current_stream_capturing():
-            self._captures.note(self._slug)
+        if tensors:
+            self.look(tensors[0])
         return self.now(*tensors, logits=logits)
 
+    def look(self, tensor: Tensor) -> None:
+        """Note a call that is captured into a graph."""
+        if getattr(tensor, "is_cuda", False) and torch.cuda.is_current_stream_capturing():
+            self._captures.note(self._slug)
 
-def in_force(point: PointCall) -> PointCall:
-    """Return what a point does under the plan in force."""
-    return point.now if isinstance(point, Switch) else point
+
+def in_force(point: PointCall, tensor: Tensor) -> PointCall:
+    """Return what a point does under the plan in force, for a call with this tensor."""
+    if not isinstance(point, Switch):
+        return point
+    point.look(tensor)
+    return point.now
 
 
 class Capture:

@@ -193,7 +193,7 @@ class SpecTpSync:
 
         Graph: as `sync`: capturable once the same shapes were seen eagerly.
         """
-        point = in_force(self.point(site))
+        point = in_force(self.point(site), scores_BV)
         if (problem := find_draw_problem(scores_BV, noise_BV, out)) is not None:
             refused = PayloadError(f"{self.plan.registry.site(site)}: {problem}.")
             if (live := self._live.get(self.plan.registry.site(site).slug)) is not None:

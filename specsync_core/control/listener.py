@@ -159,8 +159,8 @@ def _find_problem(path: str) -> str | None:
         return f"there is a socket of user {there.st_uid}, not of user {os.geteuid()}. Give another path."
     if _is_alive(path):
         return (
-            "another process listens there. Give each engine a path of its own; {pid} in it stands for the process id"
-            " of its group rank 0."
+            "an engine listens there already. Give each one a path of its own; {pid} in it stands for the process id of"
+            " its group rank 0."
         )
     return None
 

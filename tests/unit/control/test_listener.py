@@ -208,7 +208,7 @@ def refused(path: Path | str) -> str:
 
 def test_a_path_where_another_listens_is_refused(path):
     assert refused(path) == (
-        "another process listens there. Give each engine a path of its own; {pid} in it stands for the process id of"
+        "an engine listens there already. Give each one a path of its own; {pid} in it stands for the process id of"
         " its group rank 0."
     )
     assert ask(path, Request("status"))["echo"] == ""
