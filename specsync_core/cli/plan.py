@@ -141,7 +141,7 @@ def _show_plan(resolved: Plan, platform_origin: str) -> None:
             planned.site.slug,
             planned.mode.value,
             planned.group.value,
-            "host" if planned.site.kind == "consensus" else planned.transport.value,
+            planned.transport.value if planned.site.kind == "broadcast" else "host",
             planned.mode.origin,
         )
         for planned in resolved.sites.values()
@@ -174,7 +174,7 @@ def _site_json(planned: SitePlan) -> dict[str, Any]:
         "number": planned.site.number,
         "mode": setting_json(planned.mode),
         "group": setting_json(planned.group),
-        "transport": setting_json(planned.transport) if planned.site.kind != "consensus" else None,
+        "transport": setting_json(planned.transport) if planned.site.kind == "broadcast" else None,
     }
 
 

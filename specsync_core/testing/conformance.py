@@ -212,8 +212,8 @@ class _Examination:
         """Sites that a GPU captured, where nothing could be looked at or changed."""
         self._obeyed: dict[str, bool] = {}
         """By site: whether changing group rank 0's values ever changed the outcome."""
-        self._pairs: dict[tuple[str, str], list[bool]] = {}
-        """By two sites that follow each other: whether the second brought what the first had agreed on."""
+        self._repeats: dict[str, list[tuple[str, bool]]] = {}
+        """By site: an earlier site of the same moment, and whether the call brought what was agreed on there."""
 
     def scenario(self, scenario: Scenario) -> None:
         self._folds = self._folds or scenario.folded
@@ -232,7 +232,7 @@ class _Examination:
             if not self._note(rules.failures(records, self._registry), scenario):
                 self._note(rules.agreed_results(records, words), scenario)
             for first, second, again in rules.repeats(records[-1]):
-                self._pairs.setdefault((first, second), []).append(again)
+                self._repeats.setdefault(second, []).append((first, again))
         self._change_every_site(scenario, base[0])
 
     def _see(self, record: Record) -> None:
@@ -285,7 +285,7 @@ class _Examination:
             if not obeyed and not idle and not any(violation.site == slug for violation in self._report.violations):
                 words = "other values of group rank 0 change nothing: its own values, or none, are used behind it"
                 self._report.violations.append(Violation("obeyed", slug, words))
-        for (first, second), again in self._pairs.items():
-            if all(again) and second not in self._unseen:
-                words = f"every call brings what {first} has just agreed on"
-                self._report.violations.append(Violation("once", second, words))
+        for slug, calls in self._repeats.items():
+            if slug not in self._unseen and all(again for _, again in calls):
+                words = f"every call brings what {calls[0][0]} has agreed on just before"
+                self._report.violations.append(Violation("once", slug, words))

@@ -156,9 +156,11 @@ def healed(records: Sequence[Record], base: Record, call: SiteCall, change: Chan
 
 
 def repeats(record: Record) -> Iterator[tuple[str, str, bool]]:
-    """Yield each pair of calls within one call of the algorithm: its second site, and whether it brings what the
-    first one had just agreed on."""
-    for first, second in zip(record.calls, record.calls[1:], strict=False):
-        alike = first.place == second.place and first.label == second.label
-        if alike and first.agreed and second.own and second.own[0].dim():
-            yield first.slug, second.slug, _same(first.agreed, second.own)
+    """Yield each call that could repeat an earlier one of the same call of the algorithm: the earlier call's site, its
+    own, and whether it brings what was agreed on there."""
+    for index, call in enumerate(record.calls):
+        earlier = [other for other in record.calls[:index] if other.place == call.place and other.label == call.label]
+        if not earlier or not call.own or not call.own[0].dim():
+            continue
+        repeated = next((other for other in reversed(earlier) if other.agreed and _same(other.agreed, call.own)), None)
+        yield (repeated or earlier[-1]).slug, call.slug, repeated is not None

@@ -108,6 +108,15 @@ BROKEN = {
         {"heads": ("return agreed_BGK", 'return sync.sync("medusa-heads", agreed_BGK.clone())')},
         EAGER, "once", "medusa-heads",
     ),
+    "synced once more behind another decision": (
+        {"speculator": (
+            "        agreed = self._accept(draft, target_logits_BWV)\n",
+            "        agreed = self._accept(draft, target_logits_BWV)\n"
+            '        self._context.sync.sync("medusa-target", agreed.bonus + 0)\n'
+            '        self._context.sync.sync("medusa-accept-greedy", *(each.clone() for each in agreed))\n',
+        )},
+        EAGER, "once", "medusa-accept-greedy",
+    ),
     "synced only where something was accepted": (
         {"speculator": (
             'return acceptance.TreeAccept(*context.sync.sync("medusa-accept-greedy", *own))',
