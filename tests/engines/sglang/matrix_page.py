@@ -2,7 +2,7 @@
 
     python -m tests.engines.sglang.matrix_page [RESULTS.xml]
 
-Runs the decision functions in both environments (`make test-engines` builds them). RESULTS.xml is what
+Runs the decision functions in both environments, and builds those that are not whole. RESULTS.xml is what
 ``make test-engines ARGS=--junitxml=RESULTS.xml`` wrote; without it the page has no table of whole engines. The table
 of two GPUs comes from the newest ``benchmarks/results/sglang-two-h200-*.json`` (``benchmarks/sglang_gpu/matrix.py``).
 """
@@ -18,7 +18,7 @@ from xml.etree import ElementTree
 
 from specsync_core.engines.known import SGLANG, coverage, points_of
 from specsync_core.manager import load_registry, plugin_manager
-from tests.engines.sglang.environment import ROOT, VERSIONS
+from tests.engines.sglang.environment import ROOT, VERSIONS, environment
 from tests.engines.sglang.test_decisions import ALGORITHMS, LAYOUTS, agrees, decisions, groups_of, run
 
 PAGE = ROOT / "docs" / "sglang-matrix.md"
@@ -60,6 +60,8 @@ GPU_RESULTS = ROOT / "benchmarks" / "results"
 
 
 def main() -> None:
+    for version in VERSIONS:
+        environment(version).build()
     parts = [INTRODUCTION.format(tested=" and ".join(VERSIONS)), *site_table(), "", DECISIONS, *decision_tables()]
     if len(sys.argv) > 1:
         parts += [ENGINES, *engine_table(sys.argv[1]), ""]
