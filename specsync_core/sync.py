@@ -495,7 +495,7 @@ def _between(
     try:
         answers = [tap.before(site, tensors, owner.step) for tap in taps]
         is_skipped = any(answer is False for answer in answers)
-        if is_skipped and isinstance(in_force(point), Point):
+        if is_skipped and isinstance(point, Point):
             for tap in taps:
                 if hasattr(tap, "skipped"):
                     tap.skipped(site)

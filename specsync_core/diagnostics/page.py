@@ -37,8 +37,10 @@ svg text { fill: var(--ink); } svg .axis { fill: var(--dim); } svg line { stroke
 .healed { fill: var(--healed); }
 .key span { display: inline-block; margin-right: 1rem; white-space: nowrap; }
 .key i { display: inline-block; width: .8rem; height: .8rem; margin-right: .35rem; vertical-align: -.1rem; }
-table { border-collapse: collapse; width: 100%; font-size: .9rem; }
-th, td { text-align: left; padding: .35rem .6rem; border-bottom: 1px solid var(--line); vertical-align: top; }
+table { border-collapse: collapse; width: 100%; min-width: 30rem; font-size: .9rem; }
+th, td { text-align: left; padding: .35rem .6rem; border-bottom: 1px solid var(--line); vertical-align: top;
+  overflow-wrap: normal; }
+th { white-space: nowrap; }
 td.number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
 th.number { text-align: right; }
 td.name { white-space: nowrap; }
@@ -71,7 +73,8 @@ def _sections(report: Report) -> Iterator[str]:
     yield f'<p class="dim">specsync doctor: {escape(report.title)}</p>'
     yield f"<h1{state}>{escape(found.headline)}</h1>"
     yield "<h2>Evidence</h2>\n<ul>" + "".join(f"<li>{escape(line.strip())}</li>" for line in found.verdict) + "</ul>"
-    yield from _timeline(lanes(evidence.recordings, evidence.states, evidence.divergence, evidence.healed))
+    seen_s = {rank: dump.written_s for rank, dump in evidence.dumps.items()}
+    yield from _timeline(lanes(evidence.recordings, evidence.states, seen_s, evidence.divergence, evidence.healed))
     yield from _ranks(evidence)
     yield from _counters(evidence)
     yield from _stacks(evidence)
@@ -177,9 +180,9 @@ def _stacks(evidence: Evidence) -> Iterator[str]:
     yield "<h2>Python stacks</h2>"
     for rank, dump in evidence.dumps.items():
         yield f'<p class="dim">Rank {rank} at {clock(dump.written_s)}: {escape(dump.reason)}</p>'
-        for name, frames in dump.stacks.items():
+        for name, frames in sorted(dump.stacks.items(), key=lambda item: not item[0].startswith("MainThread (")):
             lines = escape("\n".join(reversed(frames)))
-            is_main = name.startswith("MainThread ")
+            is_main = name.startswith("MainThread (")
             yield f"<details{' open' if is_main else ''}><summary>{escape(name)}</summary><pre>{lines}</pre></details>"
 
 

@@ -42,11 +42,17 @@ class Lane:
 def lanes(
     recordings: Mapping[int, Recording],
     states: Mapping[int, RankState],
+    seen_s: Mapping[int, float],
     divergence: Divergence | None,
     healed: Divergence | None,
 ) -> list[Lane]:
-    """Lay out every rank's recent past."""
-    newest_s = max((r.records[-1].wall_s for r in recordings.values() if r.records), default=0.0)
+    """Lay out every rank's recent past.
+
+    Args:
+        seen_s: wall time of each rank's dump, if it left one: until then at least it was where it was.
+    """
+    last_s = [recording.records[-1].wall_s for recording in recordings.values() if recording.records]
+    newest_s = max([*last_s, *seen_s.values()], default=0.0)
     marks: list[tuple[Divergence, Kind]] = []
     if healed is not None:
         marks.append((healed, "healed"))

@@ -219,6 +219,8 @@ def _no_divergence_lines(finding: str, evidence: Evidence) -> Iterator[str]:
         yield f"Own values differed: {_what_differs(comparison.first_unsettled)}; what was committed is not recorded."
     elif comparison.comparisons == 0:
         yield "No values could be compared, so the recordings do not say whether a decision diverged."
+    elif finding == "hang" and evidence.behind_at:
+        yield f"No divergence at declared sites in {comparison.comparisons} comparisons: a rank is late, or elsewhere."
     elif finding == "hang":
         yield (
             f"No divergence at declared sites in {comparison.comparisons} comparisons:"
