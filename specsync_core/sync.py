@@ -464,7 +464,7 @@ class SpecTpSync:
             return {slug: counter.stats() for slug, counter in self._counters.items()}
 
     def save_stats(self) -> None:
-        """Write the last counts to ``SPECSYNC_STATS_DIR``, where that is set: for a process that ends without notice."""
+        """Write the last counts to ``SPECSYNC_STATS_DIR``, if it is set: for a process that ends without notice."""
         if self._stats_file is not None:
             self._stats_file.close()
 

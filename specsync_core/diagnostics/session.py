@@ -9,6 +9,7 @@ with session.waiting("tp all-reduce", "layer 3"):
 from __future__ import annotations
 
 import logging
+import os
 import secrets
 import time
 from collections.abc import Callable, Mapping
@@ -162,8 +163,10 @@ def _open_recorder(folder: Path, group: Group, plan: Plan, environment: Environm
     except RecordingError as error:
         logger.warning("specsync: nothing is recorded on group rank %d: %s", group.rank_in_group, error)
         return None
-    if group.rank_in_group == 0:
-        logger.info("specsync: recording into %s; SIGUSR1 writes a dump, `specsync doctor %s` reads.", folder, folder)
+    logger.info(
+        "specsync: group rank %d records into %s; `kill -USR1 %d` writes a dump, `specsync doctor %s` reads.",
+        group.rank_in_group, folder, os.getpid(), folder,
+    )  # fmt: skip
     return recorder
 
 
