@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 
 _HALVINGS = 60
 """Of the interval in which a bound is sought: to the last bit of a float."""
@@ -24,6 +26,7 @@ def _probability(bad: int, runs: int, rate: float) -> float:
     return math.comb(runs, bad) * rate**bad * (1.0 - rate) ** (runs - bad)
 
 
+@lru_cache(maxsize=4096)
 def upper_bound(bad: int, runs: int, confidence: float) -> float:
     """Return the rate that the true one is under, at this confidence (Clopper and Pearson, one-sided)."""
     if bad >= runs:
@@ -33,6 +36,7 @@ def upper_bound(bad: int, runs: int, confidence: float) -> float:
     return _root(lambda rate: tail(bad + 1, runs, rate), confidence)
 
 
+@lru_cache(maxsize=4096)
 def lower_bound(bad: int, runs: int, confidence: float) -> float:
     """Return the rate that the true one is over, at this confidence (Clopper and Pearson, one-sided)."""
     if bad == 0:
@@ -40,8 +44,7 @@ def lower_bound(bad: int, runs: int, confidence: float) -> float:
     return _root(lambda rate: tail(bad, runs, rate), 1.0 - confidence)
 
 
-def _root(rising: object, value: float) -> float:
-    assert callable(rising)
+def _root(rising: Callable[[float], float], value: float) -> float:
     low, high = 0.0, 1.0
     for _ in range(_HALVINGS):
         middle = (low + high) / 2

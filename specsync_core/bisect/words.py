@@ -241,7 +241,7 @@ class Summary:
         runs = _count(len(healed), "run")
         if differed:
             places = ", ".join(differed)
-            yield f"Counts, {runs} with all on: ranks differed, and were healed, at {places} (first the first)."
+            yield f"Counts, {runs} with all on: ranks differed, and were healed, at {places} (the most telling first)."
         else:
             yield f"Counts, {runs} with all on: ranks differed nowhere."
         if silent:

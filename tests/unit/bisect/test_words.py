@@ -79,7 +79,7 @@ def test_a_pair(bisection: Bisection) -> None:
 def test_counts_are_told(bisection: Bisection) -> None:
     text = summary(bisection, of(replace(SCENARIOS["one culprit"], counted=True)))
     assert "; 3 of these by counts: no rank differed there, so they did not need to be off" in text
-    assert f"Counts, 3 runs with all on: ranks differed, and were healed, at {A} (first the first)." in text
+    assert f"Counts, 3 runs with all on: ranks differed, and were healed, at {A} (the most telling first)." in text
     assert "They never differed in 1,200 checks at dspark-draft-greedy, dspark-mem, dspark-plan, dspark-target." in text
 
 
