@@ -32,6 +32,7 @@ VARIABLES: Mapping[str, str] = {
     "SPECSYNC_ALLOW_FAULTS": "1: obey SPECSYNC_FAULTS (default 0)",
     "SPECSYNC_DUMP_DIR": "directory for recordings and dumps; turns the recorder and the watchdog on (default: off)",
     "SPECSYNC_WATCHDOG_S": "seconds that a call or step may take before every rank writes a dump (default 60)",
+    "SPECSYNC_CHECK_EVERY": "steps between checks of an engine's derived state, over the CPU group (default 0: none)",
     "SPECSYNC_RECORD_VALUES": "1: record values of device tensors too, a host wait per tensor (default 0)",
     "SPECSYNC_RECORD_PROMPTS": "1: record values of drafts that are copied out of prompts, as n-grams are (default 0)",
     "SPECSYNC_STATS_DIR": "directory in which each rank keeps its counts as JSON while it runs (default: none)",
@@ -81,6 +82,8 @@ class Environment:
     dump_dir: Path | None = None
     """Absolute. None: no recorder, no watchdog."""
     watchdog_s: float = DEFAULT_WATCHDOG_S
+    check_every: int = 0
+    """Steps; 0 checks no derived state."""
     record_values: bool = False
     record_prompts: bool = False
     stats_dir: Path | None = None
@@ -114,6 +117,7 @@ def read_environment(environ: Mapping[str, str] | None = None) -> Environment:
         dump_dir=read.plain("SPECSYNC_DUMP_DIR", _directory),
         stats_dir=read.plain("SPECSYNC_STATS_DIR", _directory),
         watchdog_s=read.plain("SPECSYNC_WATCHDOG_S", _seconds) or DEFAULT_WATCHDOG_S,
+        check_every=read.plain("SPECSYNC_CHECK_EVERY", _count) or 0,
         record_values=read.plain("SPECSYNC_RECORD_VALUES", _flag) or False,
         record_prompts=read.plain("SPECSYNC_RECORD_PROMPTS", _flag) or False,
         control=read("SPECSYNC_CONTROL", _socket_path),
@@ -237,6 +241,12 @@ def _socket_path(text: str) -> str:
     if not text.startswith("/") or text.endswith("/"):  # workers may run in another directory than the operator
         raise ValueError("takes the absolute path of a socket, such as /run/user/1000/specsync-{pid}.sock")
     return text
+
+
+def _count(text: str) -> int:
+    if not (text.isascii() and text.isdigit()):
+        raise ValueError("takes a whole number of at least 0")
+    return int(text)
 
 
 def _directory(text: str) -> Path:

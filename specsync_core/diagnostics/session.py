@@ -47,6 +47,18 @@ class Session:
     recorder: Recorder | None = None
     injector: FaultInjector | None = None
     watchdog: Watchdog | None = None
+    check_every: int = 0
+    """Steps between checks of an engine's derived state; 0 checks none. The same on every rank."""
+
+    def check_state(self, read: Callable[[], Mapping[str, Any]]) -> None:
+        """Compare derived state in every so many steps; all ranks call this once a step, at the same place.
+
+        Args:
+            read: gives values by check site, e.g. ``{"state-request-ids": [...]}``; called only when it is time.
+        """
+        if self.check_every and self.sync.step % self.check_every == 0:
+            for site, value in read().items():
+                self.sync.check(site, value)
 
     @property
     def is_recording(self) -> bool:
@@ -106,10 +118,10 @@ def open_session(groups: ParallelGroups, plan: Plan | None = None, *, injector: 
     if group.world_size == 1:
         return Session(SpecTpSync(groups, plan, taps=[] if injector is None else [injector]), injector=injector)
     store = store_of(group.cpu_group)
-    folder = _agree_on_folder(store, environment, plan.timeout_s)
+    folder, check_every = _agree(store, environment, plan.timeout_s)
     recorder = None if folder is None else _open_recorder(folder, group, plan, environment)
     taps: list[Tap] = [tap for tap in (injector, recorder) if tap is not None]
-    session = Session(SpecTpSync(groups, plan, taps=taps), recorder, injector)
+    session = Session(SpecTpSync(groups, plan, taps=taps), recorder, injector, check_every=check_every)
     if recorder is not None:
         session.watchdog = Watchdog(recorder, environment.watchdog_s, stats=_stats_of(session.sync), tell=store.alarm)
         store.listen(session.watchdog.ask)
@@ -129,18 +141,23 @@ def read_faults(registry: Registry, group: Group, environment: Environment | Non
     return FaultInjector(faults, group.rank_in_group, allowed=environment.allow_faults) if faults else None
 
 
-def _agree_on_folder(store: GroupStore, environment: Environment, timeout_s: float) -> Path | None:
-    """Name this run's folder alike on all ranks. Every rank takes part, whatever its own environment says."""
+def _agree(store: GroupStore, environment: Environment, timeout_s: float) -> tuple[Path | None, int]:
+    """Name this run's folder alike on all ranks, and how often they check; group rank 0's word counts.
+
+    Every rank takes part, whatever its own environment says.
+    """
     name = f"run-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
-    shown = store.exchange("diagnostics", {"name": name, "records": environment.dump_dir is not None}, timeout_s)
+    own = {"name": name, "records": environment.dump_dir is not None, "check_every": environment.check_every}
+    shown = store.exchange("diagnostics", own, timeout_s)
+    check_every = int(shown[0]["check_every"])
     without = [str(rank) for rank, each in enumerate(shown) if not each["records"]]
     if environment.dump_dir is None:
-        return None
+        return None, check_every
     if without:
         logger.warning("specsync: group rank %s has no SPECSYNC_DUMP_DIR and records nothing.", ", ".join(without))
     if store.rank == min(rank for rank, each in enumerate(shown) if each["records"]):
         prune(environment.dump_dir, MOST_RUNS - 1)
-    return environment.dump_dir / str(shown[0]["name"])
+    return environment.dump_dir / str(shown[0]["name"]), check_every
 
 
 def _open_recorder(folder: Path, group: Group, plan: Plan, environment: Environment) -> Recorder | None:

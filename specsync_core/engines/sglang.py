@@ -217,6 +217,8 @@ class Adapter:
         def before(worker: Any, batch: Any, *args: Any, **kwargs: Any) -> None:
             assert self.sync is not None
             self.sync.next_step()
+            if self.session is not None:
+                self.session.check_state(lambda: state_of(batch))
             metrics.update()
             if self._decode_steps <= PROOF_STEPS and batch.forward_mode.is_decode():
                 if self._decode_steps == PROOF_STEPS:
@@ -259,6 +261,13 @@ class Adapter:
             ", ".join(own) or "nothing",
             ", ".join(engines) or "nothing",
         )
+
+
+def state_of(batch: Any) -> dict[str, Any]:
+    """What a batch is made of, as this rank derived it, for checks between ranks. May wait for the device."""
+    lengths = getattr(batch, "seq_lens_cpu", None)
+    found = {"state-request-ids": [request.rid for request in batch.reqs]}
+    return found | {"state-seq-lens": batch.seq_lens if lengths is None else lengths}
 
 
 def engine_groups() -> ParallelGroups:

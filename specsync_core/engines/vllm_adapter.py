@@ -160,6 +160,8 @@ class Adapter:
             if kwargs.get("dummy_run") or not scheduler_output.total_num_scheduled_tokens:
                 return
             self.sync.next_step()
+            if self.session is not None:
+                self.session.check_state(lambda: state_of(runner))
             self._metrics.update()
             if self._proof_steps < PROOF_STEPS and self._verifies(scheduler_output):
                 self._proof_steps += 1
@@ -194,6 +196,21 @@ class Adapter:
             logger.warning("hooks were applied and did not fire:\n  %s", "\n  ".join(problems))
         if self.groups.tp.rank_in_group == 0:
             logger.info("specsync: %s", report(evidence, PROOF_STEPS, self.points))
+
+
+def state_of(runner: Any) -> dict[str, Any]:
+    """What the V1 runner's batch is made of, as this rank derived it: for checks between ranks.
+
+    The V2 runner keeps lengths on the device; its request ids alone are compared.
+    """
+    batch = getattr(runner, "input_batch", None)
+    if batch is None:
+        return {"state-request-ids": sorted(getattr(runner.req_states, "req_id_to_index", {}))}
+    count = batch.num_reqs
+    return {
+        "state-request-ids": list(batch.req_ids),
+        "state-seq-lens": batch.num_tokens_no_spec[:count],
+    }
 
 
 def platform_name() -> str:

@@ -157,6 +157,36 @@ def test_ranks_need_not_all_record(tmp_path: Path) -> None:
     assert [path.name for path in run_folder(tmp_path).iterdir()] == ["rank-0000.specsync"]
 
 
+def check_states(rank: int, world_size: int) -> tuple[int, dict[str, Any]]:
+    read = []
+    if rank:
+        os.environ["SPECSYNC_CHECK_EVERY"] = "1"  # group rank 0's word counts: else the ranks would not meet
+    session = open_session(ParallelGroups(tp=TorchGroup()))
+
+    def state() -> dict[str, Any]:
+        read.append(session.sync.step)
+        return {"state-request-ids": ["a", "b"], "state-seq-lens": torch.tensor([4, 7 + (rank and len(read) > 1)])}
+
+    for _ in range(5):
+        session.sync.next_step()
+        session.check_state(state)
+    session.close()
+    return read, session.sync.stats()["state-seq-lens"].as_dict()
+
+
+def test_an_engines_derived_state_is_checked_every_so_many_steps(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("SPECSYNC_CHECK_EVERY", "2")
+    (steps, first), (_, second) = run_ranks(check_states, 2)
+    assert (steps, first["calls"], second["calls"], second["mismatches"]) == ([2, 4], 2, 2, 1)
+    found = diagnose(run_folder(tmp_path))
+    assert (found.finding, found.site, found.step, found.group_rank) == (
+        "silent-divergence", "state-seq-lens", 4, 1,
+    )  # fmt: skip
+    assert (found.own, found.rank0, found.index) == (8, 7, 1)
+
+
 def make_it_directly(rank: int, world_size: int) -> list[str]:
     messages: list[str] = []
     handler = logging.Handler()

@@ -389,12 +389,13 @@ def test_diagnostics_are_off_by_default_and_read_from_the_environment():
         {
             "SPECSYNC_DUMP_DIR": "dumps",
             "SPECSYNC_WATCHDOG_S": "2.5",
+            "SPECSYNC_CHECK_EVERY": "8",
             "SPECSYNC_RECORD_VALUES": "1",
             "SPECSYNC_RECORD_PROMPTS": "on",
         }
     )
     assert (found.dump_dir, found.watchdog_s) == (Path("dumps").absolute(), 2.5)
-    assert (found.record_values, found.record_prompts) == (True, True)
+    assert (found.record_values, found.record_prompts, found.check_every) == (True, True, 8)
 
 
 @pytest.mark.parametrize(
@@ -402,6 +403,7 @@ def test_diagnostics_are_off_by_default_and_read_from_the_environment():
     [
         ("SPECSYNC_DUMP_DIR", "", "takes a directory"),
         ("SPECSYNC_WATCHDOG_S", "0", "takes a number of seconds above 0"),
+        ("SPECSYNC_CHECK_EVERY", "-1", "takes a whole number of at least 0"),
         ("SPECSYNC_RECORD_VALUES", "maybe", "takes on or off"),
         ("SPECSYNC_RECORD_PROMPTS", "maybe", "takes on or off"),
     ],
