@@ -38,9 +38,11 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--runs", type=int, default=3, help="runs of each policy, in turns")
     parser.add_argument("--date", type=date.fromisoformat, default=date.today())
+    parser.add_argument("--setup", action="append", choices=list(POLICIES), help="default: all")
     given = parser.parse_args()
     speeds, lookups = {}, {}
-    for name, policies in POLICIES.items():
+    for name in given.setup or POLICIES:
+        policies = POLICIES[name]
         found: dict[str, list[Run]] = {policy: [] for policy in policies}
         for _ in range(given.runs):
             for policy in policies:

@@ -47,7 +47,7 @@ def _cell(found: dict[str, Any], policy: str) -> str:
 
 def serve(kept: dict[str, list[str]]) -> list[str]:
     """What `vllm serve` and its ``/metrics`` said."""
-    counts = [line for line in kept["counters"] if "_created" not in line]
+    counts = sorted(line for line in kept["counters"] if "_created" not in line)
     return [
         *("```text", *kept["start"], *kept["proof"], "```", ""),
         *("```console", "$ curl -s localhost:8000/metrics | grep ^specsync_", *counts, "```"),
