@@ -198,7 +198,10 @@ def judge(explanations: Iterable[Explanation], stats: Mapping[str, Mapping[str, 
     Args:
         stats: `SiteStats.as_dict` by slug, from any rank but group rank 0, whose own values are the ones compared with.
     """
-    refuted, held, unseen, checks = [], [], [], 0
+    refuted: list[str] = []
+    held: list[str] = []
+    unseen: list[str] = []
+    checks = 0
     for each in explanations:
         counted = stats.get(each.site.slug, {})
         compared, mismatches = int(counted.get("compared", 0)), int(counted.get("mismatches", 0))

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from specsync_core.testing.conformance import (
         ConformanceError,
         Report,
-        Violation,
         conformance_on_ranks,
         plugin_conformance,
     )
@@ -26,13 +25,15 @@ if TYPE_CHECKING:
     from specsync_core.testing.fake_group import FakeGroup, run_fake_ranks
     from specsync_core.testing.points import hooked
     from specsync_core.testing.ranks import RankError, run_ranks
+    from specsync_core.testing.rules import Violation
 
 _NAMES_BY_MODULE = {
-    "conformance": ("ConformanceError", "Report", "Violation", "conformance_on_ranks", "plugin_conformance"),
+    "conformance": ("ConformanceError", "Report", "conformance_on_ranks", "plugin_conformance"),
     "engine": ("FakeEngine", "Scenario", "Skew"),
     "fake_group": ("FakeGroup", "run_fake_ranks"),
     "points": ("hooked",),
     "ranks": ("RankError", "run_ranks"),
+    "rules": ("Violation",),
 }
 _MODULE_OF = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names}
 

@@ -166,11 +166,11 @@ def full_plan(registry: Registry, manager: PluginManager) -> Plan:
 
 def _policies(manager: PluginManager, registry: Registry) -> Iterator[Violation]:
     """Ask for a policy on every platform, as the demo and each engine would."""
-    asked = [Facts(platform=platform, model="any/model") for platform in PLATFORMS]
+    asked: list[Facts] = [Facts(platform=platform, model="any/model") for platform in PLATFORMS]
     for engine in ENGINES.values():
         for algorithm in manager.algorithms():
-            facts = EngineFacts(platform="cuda", engine=engine.name, version=engine.versions[-1], algorithm=algorithm)
-            asked.append(facts)
+            known = {"engine": engine.name, "version": engine.versions[-1], "algorithm": algorithm}
+            asked.append(EngineFacts(platform="cuda", **known))
     for facts in asked:
         for info, text in manager.policies(facts):
             try:
