@@ -80,3 +80,22 @@ def test_ranks_that_ask_for_different_things_all_hear_so() -> None:
     for text in run_ranks(other_calls, 2):
         assert "call 1 of state-seq-lens, check" in text
         assert "call 1 of dspark-mem, op min" in text
+
+
+def accept_with_logits(rank: int, world_size: int, policy: str) -> dict[str, Any]:
+    sync = open_sync(policy)
+    logits_BSV = torch.zeros(2, 3, 9)
+    logits_BSV[0, :, 1], logits_BSV[1, :, 1] = 0.5, 2.0
+    for step in range(2):
+        triple = torch.tensor([1 + rank * step, 2]), torch.tensor([5, 6]), torch.zeros(2, dtype=torch.int64)
+        sync.sync("dspark-accept-greedy", *triple, logits=logits_BSV)
+        sync.next_step()
+    return sync.stats(wait=False)["dspark-accept-greedy"].as_dict()
+
+
+@pytest.mark.parametrize("policy", ["all", "all:audit"])
+def test_a_callers_logits_tell_how_close_the_first_divergence_was(policy: str) -> None:
+    root, peer = run_ranks(accept_with_logits, 2, args=(policy,))
+    assert root["first_divergence"] is None
+    first = peer["first_divergence"]
+    assert (first["step"], first["own"], first["rank0"], first["logit_gap"]) == (1, 2, 1, 0.5)
