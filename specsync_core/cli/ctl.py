@@ -25,11 +25,15 @@ def ctl(
     wait: Annotated[float, typer.Option(help="Seconds to wait for the engine's next step.")] = DEFAULT_WAIT_S,
     as_json: JsonOption = False,
 ) -> None:
-    """Look at a running engine's sites and change them, between two steps and on all ranks at the same one.
+    """Look at a running engine's sites and change them, on all ranks at the same step.
 
-    The engine has to be started with SPECSYNC_CONTROL=/absolute/path/of/a.sock. `sites POLICY` reads its policy as
-    SPECSYNC_SITES is read; `mode SITES sync|audit|off` leaves all other sites alone. Exit code 0: done; 1: refused,
-    nobody listens, or the engine takes no step yet; 2: usage.
+    Start the engine with SPECSYNC_CONTROL=/absolute/path/of/a.sock.
+
+    `sites POLICY` reads its policy as SPECSYNC_SITES is read.
+
+    `mode SITES sync|audit|off` leaves all other sites alone.
+
+    Exit code 0: done; 1: refused, nobody listens, or no step yet; 2: usage.
     """
     from specsync_core.control.client import ask
 
