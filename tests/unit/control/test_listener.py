@@ -187,6 +187,16 @@ def test_another_user_is_refused(path, monkeypatch):
         listening._check_peer(connection)
 
 
+def test_the_user_is_checked_before_a_request_is_read(path, engine, monkeypatch):
+    def refuse(connection):
+        raise ControlError("user 4711 may not.")
+
+    monkeypatch.setattr(listening, "_check_peer", refuse)
+    with pytest.raises(ControlError, match=r"^user 4711 may not\.$"):
+        ask(path, Request("status"))
+    assert engine.asked == []
+
+
 # --- the file ---------------------------------------------------------------------------------------------------
 
 
