@@ -93,6 +93,8 @@ class SpecTpSync:
         """The engine's step, for diagnostics; `next_step` counts it up."""
         self.plan_generation = 0
         """How often `change_modes` has replaced the plan."""
+        # Another thread, such as a watchdog's, has device 0 as its current one.
+        self._device_index = torch.cuda.current_device() if _uses_cuda() else None
         self.clock = StepClock()
         """`step`, where captured graphs read it."""
         self.taps = tuple(taps)
@@ -460,7 +462,7 @@ class SpecTpSync:
             wait: wait for the device where counters live there. False reads them beside the engine's stream, as they
                 are at this moment: also while a collective on that stream hangs.
         """
-        with nullcontext() if wait else beside_the_stream():
+        with nullcontext() if wait else beside_the_stream(self._device_index):
             return {slug: counter.stats() for slug, counter in self._counters.items()}
 
     def save_stats(self) -> None:
@@ -469,10 +471,15 @@ class SpecTpSync:
             self._stats_file.close()
 
 
-def beside_the_stream() -> AbstractContextManager[Any]:
-    if not torch.cuda.is_available() or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+def beside_the_stream(device_index: int | None = None) -> AbstractContextManager[Any]:
+    """A stream of its own on this device: what is read on it waits for no other. None: the thread's current device."""
+    if not _uses_cuda():
         return nullcontext()
-    return torch.cuda.stream(torch.cuda.Stream())  # type: ignore[no-untyped-call]
+    return torch.cuda.stream(torch.cuda.Stream(device=device_index))  # type: ignore[no-untyped-call]
+
+
+def _uses_cuda() -> bool:
+    return torch.cuda.is_available() and bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
 
 
 def _tapped(owner: SpecTpSync, site: Site, inner: PointCall, taps: Sequence[Tap]) -> PointCall:
