@@ -63,8 +63,17 @@ def _driver_version(path: str = "/proc/driver/nvidia/version") -> str | None:
     return None
 
 
-def generators() -> dict[str, dict[str, Any]]:
+def current_device() -> int | None:
+    """The calling thread's CUDA device; None where CUDA is not in use."""
+    torch: Any = sys.modules.get("torch")
+    return int(torch.cuda.current_device()) if _uses_cuda() else None
+
+
+def generators(device: int | None = None) -> dict[str, dict[str, Any]]:
     """Seeds and states of the process's own generators, by name.
+
+    Args:
+        device: the rank's CUDA device; None is the calling thread's current one, which is 0 on a thread of our own.
 
     Of torch's: the seed, and on CUDA the offset, i.e. how much was drawn. Of all that live on the host a checksum of
     the state: equal where as much was drawn from the same seed. Reading them changes and awaits nothing.
@@ -80,6 +89,7 @@ def generators() -> dict[str, dict[str, Any]]:
         found["torch"] = {"seed": torch.default_generator.initial_seed(), "state": state}
     if _uses_cuda():
         with suppress(Exception):  # inside a capture the state is not to be read
-            generator = torch.cuda.default_generators[torch.cuda.current_device()]
-            found["cuda"] = {"seed": generator.initial_seed(), "offset": generator.get_offset()}
+            generator = torch.cuda.default_generators[current_device() if device is None else device]
+            offset = int.from_bytes(bytes(generator.get_state()[8:16].tolist()), "little")  # behind the seed
+            found["cuda"] = {"seed": generator.initial_seed(), "offset": offset}
     return found

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
 from specsync_core.diagnostics import recording as fmt
-from specsync_core.diagnostics.facts import generators, library_versions
+from specsync_core.diagnostics.facts import current_device, generators, library_versions
 from specsync_core.diagnostics.progress import host_identity
 from specsync_core.diagnostics.recording import Recording, RecordingError, StrPath, read_recording, recording_path
 from specsync_core.registry import Site
@@ -80,6 +80,8 @@ class Recorder:
         self.step = 0
         """The engine's step, as the last site call told it; written with the waits. May be set."""
         self.group_rank = group_rank
+        self.cuda_device = current_device()
+        """Of the thread that made it; None where CUDA was not in use."""
         self.busy: dict[int, str] = {}
         """What this rank is inside of, and has not left: waits by number, a site's call as 0. The last is innermost."""
         self.moved_s = time.monotonic()

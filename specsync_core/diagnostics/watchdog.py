@@ -122,7 +122,7 @@ class Watchdog:
             reason=reason,
             inside=inside,
             stats=self._read_stats(),
-            generators=generators(),
+            generators=generators(recorder.cuda_device),
             extra_stacks=stacks,
         )
 

@@ -7,6 +7,7 @@ import torch
 
 from specsync_core.counters import SiteCounter
 from specsync_core.device_counts import DeviceCounts, StepClock, requests_of
+from specsync_core.diagnostics.facts import generators
 from specsync_core.payload import Packet
 from specsync_core.registry_files import builtin_registry, merge_registries
 from specsync_core.sync import beside_the_stream
@@ -72,3 +73,12 @@ def test_counts_are_read_while_the_stream_is_stuck():
     assert (totals[0], totals[2], first) == (1, 12, None)
     torch.cuda.synchronize()
     assert len(requests_of(ACCEPT, [(tensor.shape, tensor.dtype) for tensor in own])) == 12
+
+
+def test_the_devices_generator_tells_its_seed_and_its_offset():
+    torch.cuda.manual_seed(11)
+    before = generators(0)["cuda"]
+    torch.rand(1, device="cuda")
+    after = generators(0)["cuda"]
+    assert (before["seed"], before["offset"], after["seed"]) == (11, 0, 11)
+    assert 0 < after["offset"] < 1000
