@@ -254,7 +254,8 @@ class _Examination:
                 self._note(rules.healed(records, base, call, change), scenario)
             records = self._trial(Trial(scenario, change=Change(0, index, "moved")))
             follows = not any(record.error for record in records) and not rules.same_outcome(records[0], base)
-            self._obeyed[call.slug] = self._obeyed.get(call.slug, False) or follows
+            if follows or scenario.simulated_accept_len is None:  # forced lengths replace the honest verdict
+                self._obeyed[call.slug] = self._obeyed.get(call.slug, False) or follows
             cause = f"group rank 0 made to decide otherwise in {call.name}"
             self._note(rules.agreed_results(records, cause, call.slug), scenario)
 

@@ -4,27 +4,45 @@ from __future__ import annotations
 
 import pytest
 import torch
+from specsync_dflash.speculator import DFlashSpeculator
 
-from specsync_core import TorchGroup
+from specsync_core import Algorithm, Batch, TorchGroup, decisions, hookimpl
 from specsync_core.testing import RankError, Scenario, conformance_on_ranks, run_ranks
 from specsync_core.testing.conformance import GREEDY, SAMPLED
 
-SOME = (Scenario(GREEDY), Scenario(SAMPLED, folded=True), Scenario(SAMPLED, simulated_accept_len=1.5))
+SOME = (
+    Scenario(GREEDY),
+    Scenario(SAMPLED),
+    Scenario(SAMPLED, folded=True),
+    Scenario(SAMPLED, simulated_accept_len=1.5),
+)
 
 
-def conform(rank: int, world_size: int, name: str) -> tuple[set[str], int]:
-    report = conformance_on_ranks(
-        name, TorchGroup(), torch.device("cpu"), scenarios=SOME[: 1 if name == "eagle" else 3]
-    )
+def conform(rank: int, world_size: int, plugin: object, scenarios: tuple[Scenario, ...]) -> tuple[set[str], int]:
+    report = conformance_on_ranks(plugin, TorchGroup(), torch.device("cpu"), scenarios=scenarios)
     return set(report.calls), report.trials
 
 
 def test_a_plugin_that_keeps_the_rules_does_so_on_every_rank() -> None:
-    (calls, trials), others = run_ranks(conform, 2, timeout_s=60, args=("dflash",))
+    (calls, trials), others = run_ranks(conform, 2, timeout_s=60, args=("dflash", SOME))
     assert (calls, trials) == others
     assert {"dflash-accept-greedy", "dflash-accept-simulated", "dflash-draft-greedy"} <= calls
 
 
+class Forgetful:
+    """DFlash, but every rank keeps its own first token."""
+
+    @hookimpl
+    def specsync_algorithm(self) -> Algorithm:
+        class Speculator(DFlashSpeculator):
+            def first_token(self, batch: Batch, target_logits_BV: torch.Tensor) -> torch.Tensor:
+                sampling = decisions.Sampling.of(batch.temperatures_B)
+                return decisions.sample_tokens(target_logits_BV, sampling, self._context.generator)
+
+        return Algorithm("dflash", "forgets a sync", "block", Speculator)
+
+
 def test_a_broken_rule_is_raised_on_every_rank() -> None:
-    with pytest.raises(RankError, match="rule 'covered', site eagle-verify-sample: it is declared, and nothing"):
-        run_ranks(conform, 2, timeout_s=60, args=("eagle",))
+    words = "rule 'derived', site -: with other target logits on group rank 1, first_token of group rank 1's first token"
+    with pytest.raises(RankError, match=words):
+        run_ranks(conform, 2, timeout_s=60, args=(Forgetful(), SOME[1:2]))
