@@ -119,14 +119,13 @@ def _plain(trial: Trial) -> dict[str, Any]:
         "outcome": trial.outcome,
         "detail": trial.detail,
         "differed": [] if counts is None else list(counts.differed),
-        "called": [] if counts is None else sorted(counts.checks),
         "complete": counts is not None and counts.complete,
     }
 
 
 @dataclass(frozen=True)
 class Drawn(Oracle):
-    """An oracle whose counts are drawn from trials of the demo: which sites were called, and which differed besides."""
+    """An oracle whose counts are drawn from trials of the demo: which sites differed besides the culprits."""
 
     records: tuple[dict[str, Any], ...] = ()
 
