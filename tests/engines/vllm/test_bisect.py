@@ -11,6 +11,9 @@ from pathlib import Path
 import pytest
 
 from tests.engines.vllm.environment import HERE, NEWEST, environment, models_path
+from tests.engines.vllm.matrix import EAGLE
+from tests.engines.vllm.matrix import GATE as GATE_FAULT
+from tests.engines.vllm.serving import environ_of
 
 GATE, OTHERS = "vllm-drafter-gate", ("vllm-draft-step", "vllm-tokens")
 HANG_S = 20
@@ -27,30 +30,17 @@ pytestmark = [
 def engine_command() -> list[str]:
     """One engine that serves three requests, with the fault; it exits with 0 when they are served."""
     models = models_path(NEWEST)
-    speculation = {"method": "eagle", "model": str(models / "eagle"), "num_speculative_tokens": 3}
+    speculation = EAGLE | {"model": str(models / "eagle"), "draft_tensor_parallel_size": 2}
     job = {
         "model": str(models / "target"),
-        "speculation": speculation | {"draft_tensor_parallel_size": 2},
-        "rounds": ["gate@4"],
+        "speculation": speculation,
+        "rounds": [GATE_FAULT],
         "tokens": 16,
         "max_len": 512,
         "prompt_times": 1,
     }
-    variables = {
-        "PYTHONPATH": str(HERE / "shim"),
-        "PATH": f"{environment(NEWEST).path / 'bin'}:{os.environ['PATH']}",
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "0|1" if (os.cpu_count() or 1) > 1 else "0|0",
-        "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": str(HANG_S),
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_HOST_IP": "127.0.0.1",
-        "GLOO_SOCKET_IFNAME": "lo",
-        "TORCHDYNAMO_DISABLE": "1",
-        "NUMBA_NUM_THREADS": "1",
-        "OMP_NUM_THREADS": "1",
-        "SPECSYNC_TIMEOUT_S": "120",
-    }
+    variables = {name: value for name, value in environ_of(NEWEST).items() if os.environ.get(name) != value}
+    variables |= {"VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": str(HANG_S), "SPECSYNC_TIMEOUT_S": "120"}
     settings = [f"{name}={value}" for name, value in variables.items()]
     return ["env", "-C", str(HERE), *settings, str(environment(NEWEST).python), "engine.py", json.dumps(job)]
 
