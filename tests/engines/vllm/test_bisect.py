@@ -16,7 +16,7 @@ from tests.engines.vllm.matrix import GATE as GATE_FAULT
 from tests.engines.vllm.serving import environ_of
 
 GATE, OTHERS = "vllm-drafter-gate", ("vllm-draft-step", "vllm-tokens")
-HANG_S = 20
+HANG_S = 30
 """After which the engine gives up a step that does not come back, and ends."""
 
 pytestmark = [
