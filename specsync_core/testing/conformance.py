@@ -169,8 +169,8 @@ def _policies(manager: PluginManager, registry: Registry) -> Iterator[Violation]
     asked: list[Facts] = [Facts(platform=platform, model="any/model") for platform in PLATFORMS]
     for engine in ENGINES.values():
         for algorithm in manager.algorithms():
-            known = {"engine": engine.name, "version": engine.versions[-1], "algorithm": algorithm}
-            asked.append(EngineFacts(platform="cuda", **known))
+            newest = engine.versions[-1]
+            asked.append(EngineFacts(platform="cuda", engine=engine.name, version=newest, algorithm=algorithm))
     for facts in asked:
         for info, text in manager.policies(facts):
             try:
