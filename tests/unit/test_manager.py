@@ -363,7 +363,8 @@ def test_an_installed_plugins_sites_join_the_registry(install_plugin: Install) -
 
 
 def test_without_plugins_the_registry_is_the_built_in_one() -> None:
-    assert {site.algorithm for site in load_registry(PluginManager()).sites} == {"dflash", "dspark", "eagle", "vllm"}
+    algorithms = {site.algorithm for site in load_registry(PluginManager()).sites}
+    assert algorithms == {"dflash", "dspark", "eagle", "state", "vllm"}
 
 
 def test_a_collision_names_both_distributions(install_plugin: Install) -> None:
