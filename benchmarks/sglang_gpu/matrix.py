@@ -102,7 +102,7 @@ class Matrix:
         result = {name: self._faulted(self.fleet.engines[f"fault-{name}"]) for name in FAULT_RUNS}
         digests = {name: found["digests"] for name, found in result.items()}
         healed = None not in digests["clean"] and digests["clean"] == digests["healed"]
-        return result | {"healed": healed, "stock hung": result["stock"]["hung"]}
+        return result | {"tokens of the clean run": healed, "stock hung": result["stock"]["hung"]}
 
     def _faulted(self, engine: Engine) -> dict[str, Any]:
         rounds: list[dict[str, Any] | None] = []

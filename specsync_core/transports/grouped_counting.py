@@ -32,7 +32,7 @@ def grouped_for(group: Group) -> Transport:
     if torch.version.hip is not None or not torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
         return GroupedTransport(group)
     try:
-        _launcher((8,), 32, False, False, torch.cuda.current_device())
+        _launcher((8,), 32, True, True, torch.cuda.current_device())
     except Exception as error:  # whatever an engine did to Triton: counting is local, so ranks may differ here
         logger.warning("grouped counts without a kernel: %s", (str(error).splitlines() or [type(error).__name__])[0])
         return GroupedTransport(group)
