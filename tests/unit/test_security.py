@@ -44,6 +44,7 @@ HARMLESS = {("re", "compile"), ("triton", "compile")}
 
 ALLOWED = {
     ("specsync_core/__init__.py", "import_module"): "names of its own table, so that importing it costs no torch",
+    ("specsync_core/bisect/processes.py", "Popen"): "the command that the operator typed, without a shell",
     ("specsync_core/cli/app.py", "import_module"): "its own commands, each imported when it is called",
     ("specsync_core/engines/targets.py", "import_module"): "the engine's module that an installed plugin names in code",
     ("specsync_core/testing/__init__.py", "import_module"): "names of its own table",
@@ -55,7 +56,7 @@ ALLOWED = {
 }
 """File and name, with the reason why what it reads is not foreign."""
 
-SUBPROCESSES = {"specsync_core/bench/report.py", "specsync_core/diagnostics/bisect.py"}
+SUBPROCESSES = {"specsync_core/bench/report.py", "specsync_core/bisect/processes.py"}
 """Run commands: fixed ones, or the command that the operator typed."""
 
 

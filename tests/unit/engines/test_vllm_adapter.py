@@ -5,7 +5,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from specsync_core.engines import vllm
+from specsync_core.engines import vllm, vllm_adapter
 from specsync_core.engines.known import VLLM
 from specsync_core.errors import EngineError
 
@@ -22,7 +22,8 @@ def fresh(monkeypatch):
     monkeypatch.setattr(vllm, "_adapter", None)
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
     monkeypatch.setattr(VLLM.__class__, "installed", lambda _: "0.32.0")
-    monkeypatch.setattr(vllm, "engine_version", lambda: "0.32.0")
+    for named in (vllm, vllm_adapter):
+        monkeypatch.setattr(named, "engine_version", lambda: "0.32.0")
 
 
 @pytest.fixture
