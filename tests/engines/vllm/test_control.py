@@ -10,7 +10,7 @@ import pytest
 from specsync_core.control.client import ask
 from specsync_core.control.protocol import Request
 from tests.engines.vllm.environment import NEWEST, is_built
-from tests.engines.vllm.test_serve import complete, vllm_serve, wait_until_healthy
+from tests.engines.vllm.test_serve import complete, vllm_serve
 
 pytestmark = [
     pytest.mark.timeout(900),
@@ -27,8 +27,7 @@ def test_sites_change_on_both_workers_while_they_serve(tmp_path, monkeypatch):
     path = str(tmp_path / "ctl.sock")
     monkeypatch.setenv("SPECSYNC_CONTROL", path)
     monkeypatch.setenv("SPECSYNC_SITES", "off")
-    with vllm_serve(tmp_path) as (address, log):
-        wait_until_healthy(address, log)
+    with vllm_serve(tmp_path) as (address, _):
         complete(address)
         is_over = threading.Event()
 
