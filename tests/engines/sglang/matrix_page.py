@@ -140,7 +140,7 @@ def gpu_part(path: Path) -> Iterator[str]:
         yield row([algorithm, *(str(ratios.get(setting) or "not run") for setting in settings), same_tokens(each)])
     if fault := found.get("fault"):
         stock = "hung" if fault["stock"]["hung"] else "did not hang"
-        tokens = "those" if fault["healed"] else "**not** those"
+        tokens = "those" if fault["tokens of the clean run"] else "**not** those"
         yield f"\nOne draw more on rank 1, DSPARK at T=1: stock {stock}; with specsync, tokens are {tokens} of the run"
         yield "without the fault."
 
