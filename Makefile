@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-engines lint types bench docs clean
+.PHONY: demo test test-engines test-sglang test-vllm lint types bench docs clean
 
 demo: $(VENV)/.installed
 	$(BIN)/specsync demo $(ARGS)
@@ -14,10 +14,15 @@ test: $(VENV)/.installed
 
 # The real engines on CPU, each version in an environment of its own (.venv-ENGINE-VERSION), built when it is absent.
 # VLLM=0.32.0 builds that version alone: the oldest one comes with 3 GB of CUDA libraries that nothing uses.
-test-engines: $(VENV)/.installed
+test-engines: test-sglang test-vllm
+
+test-sglang: $(VENV)/.installed
 	$(BIN)/python -m tests.engines.sglang.environment
+	$(BIN)/python -m pytest tests/engines/sglang tests/engines/test_kernels.py --durations=0 $(ARGS)
+
+test-vllm: $(VENV)/.installed
 	$(BIN)/python -m tests.engines.vllm.environment $(VLLM)
-	$(BIN)/python -m pytest tests/engines --durations=0 $(ARGS)
+	$(BIN)/python -m pytest tests/engines/vllm --durations=0 $(ARGS)
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

@@ -3,7 +3,7 @@
     python -m tests.engines.sglang.matrix_page [RESULTS.xml]
 
 Runs the decision functions in both environments, and builds those that are not whole. RESULTS.xml is what
-``make test-engines ARGS=--junitxml=RESULTS.xml`` wrote; without it the page has no table of whole engines. The table
+``make test-sglang ARGS=--junitxml=RESULTS.xml`` wrote; without it the page has no table of whole engines. The table
 of two GPUs comes from the newest ``benchmarks/results/sglang-two-h200-*.json`` (``benchmarks/sglang_gpu/matrix.py``).
 """
 
