@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -176,7 +177,13 @@ class TestEnds:
     def running(self, environment: dict[str, str], tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
         """A demo whose ranks are at work, in a process group of its own as a terminal would have it."""
         demo = subprocess.Popen(
-            COMMAND, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+            COMMAND,
+            env=environment,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+            # What a shell runs in the background ignores Ctrl-C, and hands that on.
+            preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
         )
         try:
             wait_until(lambda: list(tmp_path.glob("specsync-demo-*/sync off/*")), 60, "the ranks did not start")
