@@ -35,14 +35,17 @@ def ctl(
 
     Exit code 0: done; 1: refused, nobody listens, or no step yet; 2: usage.
     """
-    from specsync_core.control.client import ask
+    from specsync_core.control.client import ask, find_socket
 
     request = _request(command, arguments or [], wait)
-    answer = ask(_path(socket), request)
+    path = find_socket(_path(socket))
+    answer = ask(path, request)
     if as_json:
         print_json(answer)
+    elif command in ("sites", "mode"):
+        _show_change(answer, path)
     else:
-        {"status": _show_status, "stats": _show_stats}.get(command, _show_change)(answer)
+        {"status": _show_status, "stats": _show_stats}[command](answer)
     incomplete = command == "stats" and None in answer["group_ranks"].values()
     if incomplete or (command != "status" and answer.get("pending_step") is not None):
         raise typer.Exit(1)
@@ -67,11 +70,12 @@ def _path(given: str | None) -> str:
     return stated.value
 
 
-def _show_change(answer: dict[str, Any]) -> None:
+def _show_change(answer: dict[str, Any], path: str) -> None:
     if answer["applied"] is not None:
         ranks = answer["group_ranks"]
         plan = f"plan {answer['digest'][:12]}, was {answer['was'][:12]}, generation {answer['generation']}"
         print(f"Applied at step {answer['applied']} on all {ranks} group ranks ({plan}).")
+        print(f"  engine: process {answer['pid']}, {path}")
     elif answer.get("pending_step") is not None:
         print(
             f"Agreed for step {answer['pending_step']}, which the engine has not begun yet. See `specsync ctl status`."

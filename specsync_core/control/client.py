@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import json
+import re
 import socket
 from contextlib import suppress
 from typing import Any
@@ -45,15 +46,17 @@ def ask(path: str, request: Request) -> dict[str, Any]:
 
 
 def find_socket(path: str) -> str:
-    """Fill in ``{pid}``: the one engine's whose socket is there.
+    """Fill in ``{pid}``, which stands for digits alone: the one engine's whose socket is there.
 
     Raises:
         ControlError: there is none, or there are several to choose from.
     """
     if "{pid}" not in path:
         return path
+    first, *others = map(re.escape, path.split("{pid}"))
+    written = re.compile(f"{first}(?P<pid>[0-9]+){'(?P=pid)'.join(others)}")
     there = sorted(glob.glob("*".join(map(glob.escape, path.split("{pid}")))))
-    alive = [found for found in there if _answers(found)]
+    alive = [found for found in there if written.fullmatch(found) and _answers(found)]
     if len(alive) == 1:
         return alive[0]
     if not alive:

@@ -168,7 +168,8 @@ class LiveControl:
         return {"step": self._sync.step, "group_ranks": {str(rank): report for rank, report in enumerate(reports)}}
 
     def _change(self, request: Request, before: Plan, change: Change) -> dict[str, Any]:
-        answer = {"kept": dict(change.kept), "changes": _shown(change, before), "was": before.digest}
+        changes = _shown(change, before)
+        answer = {"pid": os.getpid(), "kept": dict(change.kept), "changes": changes, "was": before.digest}
         if not change.modes:
             return {**answer, "applied": None, "digest": before.digest, "generation": self._sync.plan_generation}
         if not self._changing.acquire(blocking=False):

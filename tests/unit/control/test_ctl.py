@@ -1,6 +1,7 @@
 """``specsync ctl`` at its other end: a socket that answers what a test says."""
 
 import json
+import os
 
 import pytest
 
@@ -16,7 +17,7 @@ STATUS = {
     "history": [{"step": 4, "digest": "ab" * 32, "modes": {"dspark-plan": "audit"}, "request": "mode 7 audit"}],
 }
 CHANGED = {
-    **{"applied": 12, "group_ranks": 2, "digest": "cd" * 32, "was": "ab" * 32, "generation": 2},
+    **{"pid": 7, "applied": 12, "group_ranks": 2, "digest": "cd" * 32, "was": "ab" * 32, "generation": 2},
     **{
         "changes": {"dspark-plan": ["audit", "off"], "dspark-target": ["audit", "off"]},
         "kept": {"dspark-mem": "it stays"},
@@ -80,6 +81,7 @@ def test_a_change_says_where_it_was_made_and_what_stayed(engine, capsys):
         0,
         [
             "Applied at step 12 on all 2 group ranks (plan cdcdcdcdcdcd, was abababababab, generation 2).",
+            f"  engine: process 7, {os.environ['SPECSYNC_CONTROL']}",
             "  audit -> off: dspark-plan, dspark-target",
             "  not changed: dspark-mem: it stays.",
         ],

@@ -347,3 +347,18 @@ def test_the_process_id_in_a_path_is_found(tmp_path, engine):
         find_socket(template)
     one.close()
     two.close()
+
+
+def test_the_process_id_in_a_path_is_digits_and_nothing_else(tmp_path, engine):
+    """Else a request for one engine would change another's sites."""
+    canary = Listener(f"{tmp_path}/x-canary-2.sock", engine.answer)
+    nameless = Listener(f"{tmp_path}/x-.sock", engine.answer)
+    with pytest.raises(ControlError, match=r"no engine listens there\."):
+        ask(f"{tmp_path}/x-{{pid}}.sock", Request("sites", "off"))
+    assert engine.asked == []
+    (tmp_path / "12").mkdir()
+    (tmp_path / "13").mkdir()
+    twice = [Listener(f"{tmp_path}/{folder}/12.sock", engine.answer) for folder in ("12", "13")]
+    assert find_socket(f"{tmp_path}/{{pid}}/{{pid}}.sock") == twice[0].path
+    for listener in (canary, nameless, *twice):
+        listener.close()
