@@ -13,6 +13,7 @@ import typer
 from specsync_core.bounded_file import MAX_TEXT_BYTES, read_bounded
 from specsync_core.cli.output import JsonOption, UsageError, print_json
 from specsync_core.cli.plan import detect_platform
+from specsync_core.cli.startup import startup_checks
 from specsync_core.errors import SpecSyncError
 from specsync_core.facts import Facts
 from specsync_core.manager import PluginManager
@@ -31,7 +32,10 @@ def check(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Check registry, plugins, environment and policy file, and print every problem."""
+    """Check registry, plugins, environment and policy file, and print every problem.
+
+    Of the environment also what an engine would refuse at its start: faults, control socket, directories.
+    """
     if file is not None and not file.exists():
         raise UsageError(f"{file}: there is no such file.")
     examination = Examination()
@@ -66,8 +70,8 @@ class Examination:
             return  # what a policy names cannot be judged
         plan = self._attempt(lambda: _resolve(registry, environment, policy_file, manager))
         self.warning = None if plan is None else plan.narrowing_warning()
-        if known.faults is not None:
-            self._attempt(lambda: _parse_faults(str(known.faults), registry))
+        for startup_check in startup_checks(known, registry):
+            self._attempt(startup_check)
 
     def _attempt(self, act: Callable[[], T]) -> T | None:
         try:
@@ -136,9 +140,3 @@ def _resolve(
     no_file = PolicyFile("", PolicyTables(), {})
     facts = Facts(platform=detect_platform())
     return resolve_plan(registry, environ, policy_file or no_file, facts, manager)
-
-
-def _parse_faults(text: str, registry: Registry) -> None:
-    from specsync_core.diagnostics.fault_grammar import parse_faults
-
-    parse_faults(text, registry, "SPECSYNC_FAULTS")

@@ -119,7 +119,7 @@ def open_socket(path: str) -> socket.socket:
     Raises:
         ControlError: the path cannot be used.
     """
-    if (problem := _find_problem(path)) is not None:
+    if (problem := find_problem(path) or _who_listens(path)) is not None:
         raise ControlError(f"SPECSYNC_CONTROL: {path}: {problem}")
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
@@ -139,7 +139,8 @@ def open_socket(path: str) -> socket.socket:
     return listening
 
 
-def _find_problem(path: str) -> str | None:
+def find_problem(path: str) -> str | None:
+    """Why no socket of this user's may be made at an absolute path, and what to do; None where it may."""
     if (size := len(os.fsencode(path))) > MAX_PATH_BYTES:
         return f"the path has {size} bytes; a socket's has at most {MAX_PATH_BYTES}. Give a shorter one."
     try:
@@ -157,12 +158,16 @@ def _find_problem(path: str) -> str | None:
         return "there is a file that is no socket. It is left alone: give another path."
     if there.st_uid != os.geteuid():
         return f"there is a socket of user {there.st_uid}, not of user {os.geteuid()}. Give another path."
-    if _is_alive(path):
-        return (
-            "an engine listens there already. Give each one a path of its own; {pid} in it stands for the process id of"
-            " its group rank 0."
-        )
     return None
+
+
+def _who_listens(path: str) -> str | None:
+    if not _is_alive(path):
+        return None
+    return (
+        "an engine listens there already. Give each one a path of its own; {pid} in it stands for the process id of"
+        " its group rank 0."
+    )
 
 
 def _is_alive(path: str) -> bool:

@@ -58,6 +58,15 @@ class Fault:
         return not is_early and (self.last_step is None or step <= self.last_step)
 
 
+def check_allowed(faults: Sequence[Fault], allowed: bool) -> None:
+    """Raises PolicyError where there are faults, and the operator did not consent."""
+    if faults and not allowed:
+        raise PolicyError(
+            f"faults are given ({'; '.join(fault.text for fault in faults)}) and not allowed."
+            " Set SPECSYNC_ALLOW_FAULTS=1 where wrong tokens and dead ranks do no harm, or remove the faults."
+        )
+
+
 class FaultInjector:
     """A tap that commits the faults of one rank.
 
@@ -76,11 +85,7 @@ class FaultInjector:
     """
 
     def __init__(self, faults: Sequence[Fault], group_rank: int, *, allowed: bool = False) -> None:
-        if faults and not allowed:
-            raise PolicyError(
-                f"faults are given ({'; '.join(fault.text for fault in faults)}) and not allowed."
-                " Set SPECSYNC_ALLOW_FAULTS=1 where wrong tokens and dead ranks do no harm, or remove the faults."
-            )
+        check_allowed(faults, allowed)
         self.faults = tuple(faults)
         self.group_rank = group_rank
         self._mine = [number for number, fault in enumerate(self.faults) if fault.hits(group_rank)]

@@ -316,6 +316,49 @@ def test_check_faults(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "dspark-plam" in ended.out
 
 
+def test_check_faults_that_are_not_allowed(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPECSYNC_FAULTS", "dspark-plan:rank=1:step=2:add=1")
+    ended = run("check")
+    assert ended.code == 1
+    assert "and not allowed. Set SPECSYNC_ALLOW_FAULTS=1 where wrong tokens and dead ranks do no harm" in ended.out
+    monkeypatch.setenv("SPECSYNC_ALLOW_FAULTS", "1")
+    assert "no problem" in fine(run("check"))
+
+
+def test_check_the_control_socket(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (shared := tmp_path / "shared").mkdir()
+    shared.chmod(0o777)
+    (tmp_path / "notes.txt").touch()
+    for path, problem in (
+        (shared / "x.sock", "other users may write to its directory"),
+        (tmp_path / "notes.txt", "there is a file that is no socket."),
+        (tmp_path / ("x" * 120), "a socket's has at most 107."),
+        (tmp_path / "absent" / "x.sock", "its directory cannot be used: No such file or directory. Make it first."),
+        (Path("/proc/x.sock"), "/proc takes no file: "),
+    ):
+        monkeypatch.setenv("SPECSYNC_CONTROL", str(path))
+        ended = run("check")
+        assert (ended.code, ended.out[: len(said := f"ControlError: SPECSYNC_CONTROL: {path}: ")]) == (1, said)
+        assert problem in ended.out
+    monkeypatch.setenv("SPECSYNC_CONTROL", f"{tmp_path}/{{pid}}.sock")
+    assert "no problem" in fine(run("check"))
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["notes.txt", "shared"]
+
+
+@pytest.mark.parametrize("variable", ["SPECSYNC_DUMP_DIR", "SPECSYNC_STATS_DIR"])
+def test_check_directories(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, variable: str) -> None:
+    (tmp_path / "file").touch()
+    for path, there in (("/proc/x", "/proc"), (f"{tmp_path}/file", f"{tmp_path}/file")):
+        monkeypatch.setenv(variable, path)
+        ended = run("check")
+        assert ended.code == 1
+        assert f"PolicyError: {variable}: {path}: {there} takes no file: " in ended.out
+        assert "Give a directory that this user may write to." in ended.out
+    monkeypatch.setenv(variable, f"{tmp_path}/new/deep")
+    assert "no problem" in fine(run("check"))
+    assert not (tmp_path / "new").exists()
+
+
 def test_check_a_missing_file_is_a_usage_error(run: Run) -> None:
     assert run("check", "none.toml") == (2, "", "specsync: none.toml: there is no such file.\n")
 
