@@ -113,10 +113,10 @@ def facts_from(known: Mapping[str, tuple[bool, str]], facts: Facts | None = None
 def explain(registry: Registry, facts: Facts, algorithm: str | None = None) -> list[Explanation]:
     """Explain every site, or those of one algorithm, in the order of their numbers.
 
-    A fact that is not known counts as false.
+    A fact that is not known counts as false, and so does an input: a decision from nothing known is not agreed.
     """
     chosen = [site for site in registry.sites if algorithm in (None, site.algorithm)]
-    return [Explanation(site, tuple(_inputs(site, facts)), tuple(_parents(site, registry))) for site in chosen]
+    return [Explanation(site, _known_inputs(site, facts), tuple(_parents(site, registry))) for site in chosen]
 
 
 def minimal_sites(explanations: Iterable[Explanation]) -> list[Site]:
@@ -138,9 +138,13 @@ def _comes_after(site: Site, other: Site) -> bool:
     return site.phase == "draft" and other.phase == "accept"
 
 
-def _inputs(site: Site, facts: Facts) -> Iterator[Input]:
+def _known_inputs(site: Site, facts: Facts) -> tuple[Input, ...]:
     if site.kind == "check":
-        return
+        return ()
+    return tuple(_inputs(site, facts)) or (Input("its inputs", False, "the declaration does not tell them"),)
+
+
+def _inputs(site: Site, facts: Facts) -> Iterator[Input]:
     if site.cause == "memory":
         yield Input("free memory", False, "each device has its own, and no fact makes them equal")
         return
@@ -182,33 +186,55 @@ class Verdict:
     unseen: tuple[str, ...]
     """Sites that were never called: nothing is known of them."""
     checks: int
+    silent: tuple[str, ...] = ()
+    """Sites that were called without a comparison, as all are on group rank 0."""
+    apart: tuple[str, ...] = ()
+    """Sites of the set that were not synchronised in that run. A difference behind them says nothing of the facts."""
 
     def __str__(self) -> str:
+        if self.apart:
+            return f"not proven: not run under the prove policy, set sites were not in sync: {', '.join(self.apart)}"
         if self.refuted:
             return "refuted: " + "; ".join(self.refuted)
-        if not self.checks:
-            return f"nothing was checked: not called: {', '.join(self.unseen) or '-'}"
-        words = f"0 mismatches in {self.checks:,} checks at {len(self.held)} sites that the facts leave out"
-        return f"{words}; not called: {', '.join(self.unseen)}" if self.unseen else words
+        if not (self.held or self.silent or self.unseen):
+            return "nothing is left out, so there is nothing to prove"
+        first = f"{self.checks:,} checks at {len(self.held)} sites that the facts leave out"
+        called = f"called, but nothing was compared (group rank 0 never compares): {', '.join(self.silent)}"
+        words = [
+            f"0 mismatches in {first}" if self.checks else "",
+            called if self.silent else "",
+            f"not called: {', '.join(self.unseen)}" if self.unseen else "",
+        ]
+        return ("" if self.checks else "nothing was checked: ") + "; ".join(filter(None, words))
 
 
-def judge(explanations: Iterable[Explanation], stats: Mapping[str, Mapping[str, Any]]) -> Verdict:
+def judge(
+    explanations: Iterable[Explanation],
+    stats: Mapping[str, Mapping[str, Any]],
+    modes: Mapping[str, str] | None = None,
+) -> Verdict:
     """Hold the sites that facts leave out against what an audit counted.
 
     Args:
         stats: `SiteStats.as_dict` by slug, from any rank but group rank 0, whose own values are the ones compared with.
+        modes: each site's mode in that run; None trusts that it was made under the prove policy.
     """
-    refuted: list[str] = []
-    held: list[str] = []
-    unseen: list[str] = []
-    checks = 0
-    for each in explanations:
-        counted = stats.get(each.site.slug, {})
-        compared, mismatches = int(counted.get("compared", 0)), int(counted.get("mismatches", 0))
-        if each.needed or each.site.kind == "check":
-            continue
-        if mismatches:
-            refuted.append(f"{each.site.slug} has {mismatches:,} mismatches in {compared:,} checks")
-        (held if compared else unseen).append(each.site.slug)
-        checks += compared
-    return Verdict(tuple(refuted), tuple(held), tuple(unseen), checks)
+    explanations = list(explanations)
+    left_out = [each.site.slug for each in explanations if not each.needed and each.site.kind != "check"]
+    compared = {slug: int(stats.get(slug, {}).get("compared", 0)) for slug in left_out}
+    called = {slug for slug in left_out if stats.get(slug, {}).get("calls")}
+    wrong = {slug: count for slug in left_out if (count := int(stats.get(slug, {}).get("mismatches", 0)))}
+    return Verdict(
+        refuted=tuple(f"{slug} has {n:,} mismatches in {compared[slug]:,} checks" for slug, n in wrong.items()),
+        held=tuple(slug for slug in left_out if compared[slug] and slug not in wrong),
+        unseen=tuple(slug for slug in left_out if not compared[slug] and slug not in called),
+        checks=sum(compared.values()),
+        silent=tuple(slug for slug in left_out if not compared[slug] and slug in called),
+        apart=tuple(_apart(explanations, modes)),
+    )
+
+
+def _apart(explanations: Iterable[Explanation], modes: Mapping[str, str] | None) -> Iterator[str]:
+    for site in minimal_sites(explanations):
+        if modes is not None and modes.get(site.slug) != "sync":
+            yield site.slug

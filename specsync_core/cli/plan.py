@@ -8,14 +8,18 @@ from typing import Annotated, Any
 
 import typer
 
-from specsync_core.cli.explain import Known, explanations, read_facts, show_explanations, show_minimal
+from specsync_core.cli.explain import Known, decided_in, explanations, read_facts, show_explanations, show_minimal
 from specsync_core.cli.forecast import forecast
 from specsync_core.cli.output import JsonOption, UsageError, print_json, print_table, setting_json, setting_row
 from specsync_core.errors import RegistryError, did_you_mean
+from specsync_core.explain import Explanation
 from specsync_core.facts import PLATFORMS, Facts
 from specsync_core.manager import load_registry, plugin_manager
 from specsync_core.plan import Plan, Setting, SitePlan, resolve_plan
 from specsync_core.registry import Registry
+
+OTHER_NAMES = {"gpu": "cuda", "nvidia": "cuda", "hip": "rocm", "amd": "rocm"}
+"""What people call platforms, where the closest spelling would be another vendor's."""
 
 
 def plan(
@@ -35,10 +39,15 @@ def plan(
         bool, typer.Option("--minimal", help="Print the smallest set of sites that the facts justify, and its proof.")
     ] = False,
     algorithm: Annotated[
-        str | None, typer.Option(help="With --explain or --minimal: only this algorithm's sites.")
+        str | None,
+        typer.Option(help="With --explain or --minimal: only this algorithm's sites, in the words of the --engine."),
     ] = None,
     engine: Annotated[
-        str | None, typer.Option(help="With --explain or --minimal: take what is known of demo, sglang or vllm.")
+        str | None,
+        typer.Option(
+            help="With --explain or --minimal: take what is known of demo, sglang or vllm;"
+            " of the last two, only the sites that they decide."
+        ),
     ] = None,
     fact: Annotated[
         list[str] | None,
@@ -50,7 +59,8 @@ def plan(
     audit: Annotated[
         list[Path] | None,
         typer.Option(
-            help="With --minimal: a rank's counts in mode audit, or SPECSYNC_STATS_DIR; 1 if they refute the set."
+            help="With --minimal: a rank's counts in mode audit, or SPECSYNC_STATS_DIR; 1 if they refute the set,"
+            " or were not counted under its prove policy."
         ),
     ] = None,
     as_json: JsonOption = False,
@@ -62,7 +72,13 @@ def plan(
     resolved = resolve_plan(registry, config=config, facts=facts, manager=manager)
     slug = None if site is None else _planned(resolved, site).site.slug
     if explain or minimal:
-        _explain(resolved, slug, minimal, algorithm, read_facts(engine, fact or []), audit or [], as_json)
+        if explain and minimal:
+            raise UsageError("--explain and --minimal are two questions. Ask one, then the other.")
+        known = read_facts(engine, fact or [])
+        decided = decided_in(engine, algorithm, facts, manager)
+        found = explanations(resolved, known, algorithm, slug, decided)
+        whole = algorithm or "all" if decided is None else None
+        _explain(resolved, found, slug, known, whole, audit or [], minimal, as_json)
     elif algorithm or engine or fact or audit:
         raise UsageError("--algorithm, --engine, --fact and --audit belong to --explain or --minimal.")
     elif slug is not None:
@@ -77,19 +93,19 @@ def plan(
 
 def _explain(
     resolved: Plan,
+    found: list[Explanation],
     slug: str | None,
-    minimal: bool,
-    algorithm: str | None,
     known: Known,
+    whole: str | None,
     audits: list[Path],
+    minimal: bool,
     as_json: bool,
 ) -> None:
-    found = explanations(resolved, known, algorithm, slug)
     if not minimal:
         show_explanations(resolved, found, known, as_json)
     elif slug is not None:
         raise UsageError("--minimal is about all sites, or those of an --algorithm; leave the site out.")
-    elif show_minimal(found, known, algorithm, audits, as_json):
+    elif show_minimal(found, known, whole, audits, as_json):
         raise typer.Exit(1)
 
 
@@ -99,9 +115,9 @@ def _platform(given: str | None, registry: Registry) -> str:
         return detect_platform()
     known = sorted({*PLATFORMS, *(platform for site in registry.sites for platform in site.platforms)})
     if given.lower() not in known:
-        raise UsageError(
-            f"--platform: unknown platform '{given}'{did_you_mean(given, known)}. Known: {', '.join(known)}."
-        )
+        meant = OTHER_NAMES.get(given.lower())
+        hint = f" (did you mean '{meant}'?)" if meant else did_you_mean(given, known)
+        raise UsageError(f"--platform: unknown platform '{given}'{hint}. Known: {', '.join(known)}.")
     return given.lower()
 
 

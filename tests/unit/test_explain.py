@@ -12,9 +12,11 @@ from specsync_core.cli.forecast import forecast
 from specsync_core.errors import PolicyError
 from specsync_core.explain import FACTS, explain, facts_from, judge, known_facts, minimal_sites
 from specsync_core.facts import Facts
-from specsync_core.registry import Registry
+from specsync_core.manager import load_registry
+from specsync_core.registry import Registry, Site
 
 ALL = dict.fromkeys(FACTS, True)
+SLUGS = [site.slug for site in load_registry().sites]
 
 
 def needed(registry: Registry, algorithm: str | None = None, **given: bool) -> set[str]:
@@ -126,6 +128,40 @@ def test_an_audit_holds_or_refutes(registry: Registry) -> None:
     assert str(refuted) == "refuted: dspark-plan has 3 mismatches in 40 checks"
 
 
+def test_a_decision_from_nothing_known_is_not_agreed() -> None:
+    site = Site(
+        number=1001, slug="x-state", algorithm="x", phase="state", kind="broadcast", cause="float", tensors=(),
+        graph=False, platforms=("cpu",), summary="of what, nobody says",
+    )  # fmt: skip
+    (found,) = explain(Registry(sites=(site,), presets={}, handles={}, sources={}), Facts(**all_true()))
+    assert found.needed
+    assert found.why == "its inputs: the declaration does not tell them"
+
+
+def test_an_audit_says_what_was_called_but_not_compared(registry: Registry) -> None:
+    found = explain(registry, facts_from(known_facts("demo", {})), "dspark")
+    said = str(judge(found, {"dspark-plan": {"calls": 1, "compared": 0, "mismatches": 0}}))
+    assert said.startswith(
+        "nothing was checked: called, but nothing was compared (group rank 0 never compares): dspark-plan;"
+    )
+    assert "dspark-plan" not in said.split("not called: ")[1]
+
+
+def test_a_set_that_leaves_nothing_out_has_nothing_to_prove(registry: Registry) -> None:
+    assert str(judge(explain(registry, Facts(), "dspark"), {})) == "nothing is left out, so there is nothing to prove"
+
+
+def test_a_run_under_another_policy_refutes_nothing(registry: Registry) -> None:
+    """All of dspark in audit: what differs at accept follows from a draft that nobody synchronised."""
+    found = explain(registry, facts_from(known_facts("demo", {})), "dspark")
+    modes = {each.site.slug: "sync" for each in found} | {"dspark-target": "audit"}
+    verdict = judge(found, stats(dspark_accept_greedy=(3, 40)), modes)
+    assert str(verdict) == "not proven: not run under the prove policy, set sites were not in sync: dspark-target"
+    assert str(judge(found, stats(dspark_accept_greedy=(3, 40)), modes | {"dspark-target": "sync"})).startswith(
+        "refuted"
+    )
+
+
 # --- the command ---
 
 
@@ -143,6 +179,49 @@ def say(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]
 def _cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("specsync_core.cli.plan.detect_platform", lambda: "cpu")
     monkeypatch.setenv("COLUMNS", "400")
+
+
+def counted(stats: dict[str, dict[str, int]]) -> dict[str, object]:
+    """A file of ``SPECSYNC_STATS_DIR``."""
+    return {"version": 1, "stats": stats, "modes": dict.fromkeys(SLUGS, "sync")}
+
+
+@pytest.mark.parametrize("algorithm", ["eagle", "dspark", "ngram", "vllm", None])
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_an_engines_set_holds_only_sites_that_it_decides(
+    capsys: pytest.CaptureFixture[str], engine: str, algorithm: str | None
+) -> None:
+    """A set of another engine's sites would turn every site of this one off."""
+    chosen = () if algorithm is None else ("--algorithm", algorithm)
+    code, text, error = say(capsys, "--minimal", "--engine", engine, *chosen, "--fact", "uniform-devices", "--json")
+    if (engine, algorithm) == ("sglang", "vllm"):
+        assert code == 2
+        assert "--engine sglang --algorithm vllm: no broadcast point of sglang belongs to that algorithm" in error
+        return
+    found = json.loads(text)
+    of_engine = {"vllm"} if engine == "vllm" else {"dspark", "dflash", "eagle"}
+    registry = load_registry()
+    proof = found["proof"].split(",")
+    assert proof == [f"{slug}:audit" for slug in found["left_out"]] + found["policy"].split(",")
+    for token in proof:
+        assert registry.site(token.partition(":")[0]).algorithm in of_engine
+    if (engine, algorithm) == ("vllm", "eagle"):
+        assert found["left_out"] == ["vllm-draft-step"]
+        assert set(found["policy"].split(",")) == {"vllm-tokens", "vllm-verdict", "vllm-seed", "vllm-drafter-gate"}
+
+
+def test_minimal_refuses_another_runs_counts(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    words = ("--minimal", "--engine", "demo", "--algorithm", "dspark", "--audit", str(tmp_path / "rank-1.json"))
+    (tmp_path / "rank-1.json").write_text("{}")
+    code, _, error = say(capsys, *words)
+    assert code == 2
+    assert "it is no file of SPECSYNC_STATS_DIR, which has version, stats and modes" in error
+    document = counted(stats(dspark_accept_greedy=(3, 40))) | {"modes": dict.fromkeys(SLUGS, "audit")}
+    (tmp_path / "rank-1.json").write_text(json.dumps(document))
+    code, text, _ = say(capsys, *words)
+    assert code == 1
+    assert "audit rank-1.json: not proven: " in text
+    assert "refuted:" not in text
 
 
 def test_explain_says_it_for_every_site(capsys: pytest.CaptureFixture[str], registry: Registry) -> None:
@@ -201,7 +280,7 @@ def test_minimal_never_changes_the_plan(capsys: pytest.CaptureFixture[str]) -> N
 @pytest.mark.parametrize(("mismatches", "code"), [(0, 0), (2, 1)])
 def test_minimal_reads_an_audit(capsys: pytest.CaptureFixture[str], tmp_path: Path, mismatches: int, code: int) -> None:
     file = tmp_path / "rank-1.json"
-    file.write_text(json.dumps(stats(dspark_plan=(mismatches, 40))))
+    file.write_text(json.dumps(counted(stats(dspark_plan=(mismatches, 40)))))
     words = ("--minimal", "--engine", "demo", "--algorithm", "dspark", "--audit", str(file))
     ended, text, _ = say(capsys, *words)
     assert ended == code
@@ -213,7 +292,7 @@ def test_minimal_reads_an_audit(capsys: pytest.CaptureFixture[str], tmp_path: Pa
 
 def test_minimal_reads_the_directory_of_a_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     for rank, mismatches in ((0, 0), (1, 3)):
-        document = {"version": 1, "stats": stats(dspark_plan=(mismatches, 40)), "modes": {"dspark-plan": "audit"}}
+        document = counted(stats(dspark_plan=(mismatches, 40)))
         (tmp_path / f"rank-{rank}.json").write_text(json.dumps(document))
     words = ("--minimal", "--engine", "demo", "--algorithm", "dspark", "--audit", str(tmp_path))
     code, text, _ = say(capsys, *words)
@@ -230,6 +309,13 @@ def test_minimal_reads_the_directory_of_a_run(capsys: pytest.CaptureFixture[str]
     ("words", "problem"),
     [
         (("--platform", "cudda"), "unknown platform 'cudda' (did you mean 'cuda'?). Known: cpu, cuda, "),
+        (("--platform", "gpu"), "unknown platform 'gpu' (did you mean 'cuda'?)"),
+        (("--platform", "nvidia"), "(did you mean 'cuda'?)"),
+        (("--platform", "hip"), "unknown platform 'hip' (did you mean 'rocm'?)"),
+        (("--platform", "AMD"), "(did you mean 'rocm'?)"),
+        (("--minimal", "--explain"), "--explain and --minimal are two questions"),
+        (("--minimal", "--fact", "counter-noise", "--fact", "counter-noise=no"), "both stated and denied"),
+        (("--explain", "dspark-plan", "--engine", "vllm"), "dspark-plan is not among the sites that were asked for"),
         (("--explain", "--engine", "vlm"), "unknown engine 'vlm' (did you mean 'vllm'?)"),
         (("--explain", "--fact", "gathered"), "unknown fact 'gathered' (did you mean 'gathered-logits'?)"),
         (("--explain", "--fact", "counter-noise=perhaps"), "'perhaps' is neither yes nor no"),
