@@ -42,15 +42,17 @@ def parse_faults(text: str, registry: Registry, origin: str) -> tuple[Fault, ...
     """Parse faults.
 
     Args:
-        text: the faults; empty text is no fault.
+        text: the faults; empty text is no fault, separators alone are an error.
         registry: knows the sites and their tensors.
         origin: where the text comes from, e.g. ``SPECSYNC_FAULTS``, for messages.
 
     Raises:
         PolicyError: anything is unknown, missing, twice or out of range.
     """
-    words = (re.sub(r"\s", "", word) for word in re.split(r"[;,]", text))
-    return tuple(_parse_fault(word, registry, f"{origin}: '{word}'") for word in words if word)
+    words = [word for part in re.split(r"[;,]", text) if (word := re.sub(r"\s", "", part))]
+    if text.strip() and not words:
+        raise PolicyError(f"{origin}: no fault stands in {text.strip()!r}. Write SITE:rank=N:add=1, or unset it.")
+    return tuple(_parse_fault(word, registry, f"{origin}: '{word}'") for word in words)
 
 
 def _parse_fault(word: str, registry: Registry, where: str) -> Fault:

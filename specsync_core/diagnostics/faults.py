@@ -67,6 +67,16 @@ def check_allowed(faults: Sequence[Fault], allowed: bool) -> None:
         )
 
 
+def check_ranks(faults: Sequence[Fault], world_size: int) -> None:
+    """Raises PolicyError where a fault is for a group rank that there is not: it would never strike."""
+    if outside := [fault.text for fault in faults if fault.group_rank is not None and fault.group_rank >= world_size]:
+        known = "0" if world_size == 1 else f"0 to {world_size - 1}"
+        raise PolicyError(
+            f"SPECSYNC_FAULTS: {'; '.join(outside)}: no such rank in a group of {world_size}."
+            f" Group ranks: {known}, or 'all'."
+        )
+
+
 class FaultInjector:
     """A tap that commits the faults of one rank.
 
@@ -91,6 +101,8 @@ class FaultInjector:
         self._mine = [number for number, fault in enumerate(self.faults) if fault.hits(group_rank)]
         self._matched = [0] * len(self.faults)
         self._fired = [0] * len(self.faults)
+        self._misses: dict[int, str] = {}
+        self._closed = False
         for number in self._mine:
             logger.warning("FAULT INJECTION IS ACTIVE on group rank %d: %s", group_rank, self.faults[number].text)
 
@@ -110,14 +122,30 @@ class FaultInjector:
         """The faults of this rank that never struck, each with the reason as far as it is known."""
         return tuple(self._why_not(number) for number in self._mine if self._fired[number] == 0)
 
+    def close(self) -> None:
+        """Name in the log what never struck on this rank; more calls do nothing."""
+        if not self._closed:
+            self._closed = True
+            for text in self.unfired():
+                logger.warning("A FAULT NEVER STRUCK on group rank %d: %s", self.group_rank, text)
+
     def _why_not(self, number: int) -> str:
         fault, matched = self.faults[number], self._matched[number]
-        reason = (
-            f"site {fault.site} was not called at such a step"
-            if matched == 0
-            else f"{matched} matching calls, but no draw, no such element, or a graph was being captured"
-        )
+        if matched == 0:
+            reason = f"site {fault.site} was not called at such a step"
+        elif number in self._misses:
+            reason = self._misses[number]
+        else:
+            reason = f"{matched} matching calls, but no draw, or a graph was being captured"
         return f"{fault.text}: {reason}"
+
+    def _miss(self, fault: Fault, number: int, tensors: Sequence[Tensor]) -> None:
+        """Warn, at the first time, that a call lacks what is to be changed."""
+        if number not in self._misses:
+            self._misses[number] = _what_is_missing(fault, tensors)
+            logger.warning(
+                "fault %s did not strike on group rank %d: %s", fault.text, self.group_rank, self._misses[number]
+            )
 
     def _strike(self, when: str, site: Site, tensors: Sequence[Tensor], step: int) -> bool:
         """Commit what is due; whether the broadcast is to be dropped."""
@@ -142,6 +170,7 @@ class FaultInjector:
         if not fault.unconditional and tensors and tensors[0].is_cuda and _is_capturing():
             return False
         if (fault.add is not None or fault.set is not None) and not _change_(fault, tensors):
+            self._miss(fault, number, tensors)
             return False
         self._fired[number] += 1
         if fault.delay_s is not None:
@@ -166,6 +195,15 @@ def _change_(fault: Fault, tensors: Sequence[Tensor]) -> bool:
     else:
         tensor.add_(fault.add)  # type: ignore[arg-type]
     return True
+
+
+def _what_is_missing(fault: Fault, tensors: Sequence[Tensor]) -> str:
+    if fault.tensor >= len(tensors):
+        return f"{fault.site} was called with {len(tensors)} tensors, without its tensor {fault.tensor}"
+    size = tensors[fault.tensor].numel()
+    if fault.index is None or size == 0:
+        return f"the tensor has no elements in a call of {fault.site}"
+    return f"there is no index {fault.index} in a call of {fault.site}, whose tensor has {size} elements"
 
 
 def _position(index: int, shape: Sequence[int]) -> tuple[int, ...]:

@@ -8,6 +8,7 @@ with session.waiting("tp all-reduce", "layer 3"):
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import secrets
@@ -21,7 +22,7 @@ from typing import Any
 from specsync_core.collectives import GroupStore, store_of
 from specsync_core.diagnostics.facts import library_versions
 from specsync_core.diagnostics.fault_grammar import parse_faults
-from specsync_core.diagnostics.faults import FaultInjector
+from specsync_core.diagnostics.faults import FaultInjector, check_ranks
 from specsync_core.diagnostics.recorder import Recorder
 from specsync_core.diagnostics.recording import RecordingError, recording_path
 from specsync_core.diagnostics.runs import prune
@@ -85,7 +86,9 @@ class Session:
         return [around]
 
     def close(self, outcome: str = "finished") -> None:
-        """End the watchdog, and write that this rank ended in an orderly way."""
+        """End the watchdog, write that this rank ended in an orderly way, and name the faults that never struck."""
+        if self.injector is not None:
+            self.injector.close()
         if self.watchdog is not None:
             self.watchdog.close()
         if self.recorder is not None:
@@ -115,6 +118,8 @@ def open_session(groups: ParallelGroups, plan: Plan | None = None, *, injector: 
     except SpecSyncError as error:  # the peers wait in a meeting
         store_of(groups.tp.cpu_group).fail(error)
         raise
+    if injector is not None:
+        atexit.register(injector.close)  # engines end without closing what is theirs
     if group.world_size == 1:
         return Session(SpecTpSync(groups, plan, taps=[] if injector is None else [injector]), injector=injector)
     store = store_of(group.cpu_group)
@@ -132,12 +137,13 @@ def read_faults(registry: Registry, group: Group, environment: Environment | Non
     """Return what commits the faults of ``SPECSYNC_FAULTS``, if there are any.
 
     Raises:
-        PolicyError: they are wrong or not allowed.
+        PolicyError: they are wrong, not allowed, or for a rank outside the group.
     """
     environment = environment or read_environment()
     if environment.faults is None:
         return None
     faults = parse_faults(environment.faults, registry, "SPECSYNC_FAULTS")
+    check_ranks(faults, group.world_size)
     return FaultInjector(faults, group.rank_in_group, allowed=environment.allow_faults) if faults else None
 
 

@@ -18,7 +18,7 @@ from specsync_core import ParallelGroups, SpecTpSync, TorchGroup
 from specsync_core.diagnostics import diagnose, open_session
 from specsync_core.diagnostics.dump import read_dump
 from specsync_core.diagnostics.runs import examine_runs, runs_in
-from specsync_core.errors import PolicyError
+from specsync_core.errors import PolicyError, SpecSyncError
 from specsync_core.testing import RankError, run_ranks
 
 
@@ -140,6 +140,32 @@ def test_faults_are_refused_without_consent(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("SPECSYNC_FAULTS", "dspark-draft-greedy:rank=1:add=1")
     for text in run_ranks(refuse_faults, 2):
         assert "Set SPECSYNC_ALLOW_FAULTS=1" in text
+
+
+def refuse_a_rank(rank: int, world_size: int) -> str:
+    if rank == 1:
+        os.environ.pop("SPECSYNC_FAULTS", None)  # it is refused there too: by the other rank's word
+    with pytest.raises(SpecSyncError) as error:
+        open_session(ParallelGroups(tp=TorchGroup()))
+    return str(error.value)
+
+
+def test_a_fault_for_a_rank_outside_the_group_is_refused_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPECSYNC_FAULTS", "dspark-draft-greedy:rank=9:add=1")
+    monkeypatch.setenv("SPECSYNC_ALLOW_FAULTS", "1")
+    for text in run_ranks(refuse_a_rank, 2):
+        assert "dspark-draft-greedy:rank=9:add=1: no such rank in a group of 2. Group ranks: 0 to 1" in text
+
+
+def test_a_session_that_closes_names_the_faults_that_never_struck(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPECSYNC_FAULTS", "dspark-draft-greedy:rank=1:step=400:add=1")
+    monkeypatch.setenv("SPECSYNC_ALLOW_FAULTS", "1")
+    (_, silent), (_, said) = run_ranks(commit_a_fault, 2)
+    assert silent == []
+    assert said[1:] == [
+        "A FAULT NEVER STRUCK on group rank 1: dspark-draft-greedy:rank=1:step=400:add=1: site dspark-draft-greedy was"
+        " not called at such a step"
+    ]
 
 
 def one_records(rank: int, world_size: int) -> list[Any]:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from specsync_core.diagnostics import FaultInjector, parse_faults
+from specsync_core.diagnostics.faults import check_ranks
 from specsync_core.errors import PolicyError
 from specsync_core.registry_files import builtin_registry, merge_registries
 
@@ -51,7 +52,14 @@ def test_every_key():
 def test_several_faults_and_none():
     faults = parse("8:rank=0:add=1; 11:rank=1:set=0 ,dspark-plan:rank=0:drop")
     assert [fault.site.number for fault in faults] == [8, 11, 7]
-    assert parse("") == parse(" ; ,") == ()
+    assert parse("") == parse("  ") == ()
+
+
+def test_separators_alone_are_an_error():
+    with pytest.raises(
+        PolicyError, match=r"^SPECSYNC_FAULTS: no fault stands in '; ,'\. Write SITE:rank=N:add=1, or un"
+    ):
+        parse(" ; ,")
 
 
 @pytest.mark.parametrize(
@@ -199,8 +207,52 @@ def test_a_fault_that_never_struck_says_why():
     injector.before(ACCEPT, triple(), 0)
     assert injector.unfired() == (
         "8:rank=1:step=99:add=1: site dspark-accept-greedy was not called at such a step",
-        "8:rank=1:index=5:add=1: 1 matching calls, but no draw, no such element, or a graph was being captured",
+        "8:rank=1:index=5:add=1: there is no index 5 in a call of dspark-accept-greedy, whose tensor has 3 elements",
     )
+
+
+def test_an_index_that_a_call_does_not_have_is_warned_of_once_and_an_early_end_names_it(caplog):
+    injector = inject("8:rank=1:index=5:add=1; 8:rank=1:from=9:add=1; 8:rank=1:index=1:add=1; 8:rank=0:add=1")
+    caplog.clear()
+    for _ in range(3):
+        injector.before(ACCEPT, triple(), 0)
+    why = "there is no index 5 in a call of dspark-accept-greedy, whose tensor has 3 elements"
+    assert [record.getMessage() for record in caplog.records] == [
+        f"fault 8:rank=1:index=5:add=1 did not strike on group rank 1: {why}"
+    ]
+    caplog.clear()
+    injector.close()
+    injector.close()
+    assert [record.getMessage() for record in caplog.records] == [
+        f"A FAULT NEVER STRUCK on group rank 1: 8:rank=1:index=5:add=1: {why}",
+        "A FAULT NEVER STRUCK on group rank 1: 8:rank=1:from=9:add=1: site dspark-accept-greedy was not called at"
+        " such a step",
+    ]
+
+
+def test_a_draw_that_never_comes_is_named():
+    injector = inject("8:rank=1:prob=0.000001:add=1")
+    injector.before(ACCEPT, triple(), 0)
+    assert injector.unfired() == (
+        "8:rank=1:prob=0.000001:add=1: 1 matching calls, but no draw, or a graph was being captured",
+    )
+
+
+def test_a_call_without_elements_says_so(caplog):
+    injector = inject("8:rank=1:add=1")
+    injector.before(ACCEPT, (torch.empty(0, dtype=torch.int64),) * 3, 0)
+    assert "the tensor has no elements in a call of dspark-accept-greedy" in caplog.text
+    injector.before(ACCEPT, (), 0)
+    assert injector.unfired() == ("8:rank=1:add=1: the tensor has no elements in a call of dspark-accept-greedy",)
+
+
+def test_a_rank_outside_the_group_is_refused():
+    check_ranks(parse("8:rank=1:add=1; 8:rank=all:add=1"), 2)
+    with pytest.raises(
+        PolicyError,
+        match=r"^SPECSYNC_FAULTS: 8:rank=2:add=1: no such rank in a group of 2\. Group ranks: 0 to 1, or 'all'\.",
+    ):
+        check_ranks(parse("8:rank=0:add=1; 8:rank=2:add=1"), 2)
 
 
 def test_a_delay_sleeps(monkeypatch):
