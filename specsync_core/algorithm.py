@@ -115,12 +115,15 @@ class SpeculatorContext:
     """Force this mean number of accepted drafts per step (a benchmark knob); None accepts honestly."""
 
 
+DraftKind = Literal["block", "causal"]
+
+
 @dataclass(frozen=True)
 class Algorithm:
     """An algorithm, by name, and how to bind it to an engine."""
 
     name: str
     summary: str
-    draft_kind: Literal["block", "causal"]
+    draft_kind: DraftKind
     """Which draft network it needs: ``block_logits`` and ``markov_logits``, or ``path_logits``."""
     bind: Callable[[SpeculatorContext], Speculator]

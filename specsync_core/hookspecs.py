@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import pluggy
 
+from specsync_core.errors import PluginError, did_you_mean
 from specsync_core.facts import EngineFacts, Facts
 
 if TYPE_CHECKING:
@@ -17,6 +18,10 @@ if TYPE_CHECKING:
 PROJECT = "specsync"
 hookspec = pluggy.HookspecMarker(PROJECT)
 hookimpl = pluggy.HookimplMarker(PROJECT)
+
+When = Literal["before", "after", "callback", "engine"]
+Capture = Literal["never", "any-communicator", "engine-communicator"]
+Op = Literal["min", "max", "all", "any", "root"]
 
 
 @dataclass(frozen=True)
@@ -56,7 +61,7 @@ class BroadcastPoint:
 
     target: str
     """Dotted path of the engine's function."""
-    when: Literal["before", "after", "callback", "engine"]
+    when: When
     """Take the tensors from the arguments before the call, or from the result after it; or from what the argument
     named `callback` returns, each time that the function calls it. ``engine``: the engine broadcasts here by
     itself, nothing is hooked, and the target only has to be there."""
@@ -70,7 +75,7 @@ class BroadcastPoint:
     """Engine versions that the point was read from, e.g. ``>=0.5.16,<0.5.24``."""
     signature: tuple[str, ...]
     """The target's parameter names; a different signature is refused."""
-    capture: Literal["never", "any-communicator", "engine-communicator"] = "never"
+    capture: Capture = "never"
     """May the call run while a graph is captured, and with whose communicator must it then broadcast."""
     callback: str | None = None
     """For ``when="callback"``: name of the argument, a function whose results are the site's tensors. `site_of` is
@@ -80,7 +85,7 @@ class BroadcastPoint:
     only_if_imported: bool = False
     """Skip the point when the engine has not imported the target's module by the time it creates its draft worker:
     it then cannot run it (model files)."""
-    op: Literal["min", "max", "all", "any", "root"] | None = None
+    op: Op | None = None
     """For a consensus site: how the host value that the function returns is agreed on; it replaces the result."""
     value_of: Callable[[Call], Any] | None = None
     """For `op`: the host value to agree on, where it is not what the function returns. With ``when="before"`` it is
@@ -101,6 +106,20 @@ class BroadcastPoint:
     proof: str | None = None
     """Name of a decision that is made in every decode step. Of the applied points with one name at least one must
     have fired after the first steps."""
+
+    def __post_init__(self) -> None:
+        """Refuse words that are not known. Raises PluginError, with the target and the known words."""
+        self._check("when", self.when, get_args(When))
+        self._check("capture", self.capture, get_args(Capture))
+        if self.op is not None:
+            self._check("op", self.op, get_args(Op))
+
+    def _check(self, name: str, word: str, known: tuple[str, ...]) -> None:
+        if word not in known:
+            hint = did_you_mean(str(word), known)
+            raise PluginError(
+                f"BroadcastPoint at {self.target}: unknown {name} {word!r}{hint}. Known: {', '.join(known)}."
+            )
 
 
 def no_tensors(call: Call) -> tuple[()]:

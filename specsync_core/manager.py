@@ -12,11 +12,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from importlib.metadata import Distribution, EntryPoint, entry_points
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import pluggy
 
-from specsync_core.algorithm import Algorithm
+from specsync_core.algorithm import Algorithm, DraftKind
 from specsync_core.errors import PluginError, RegistryError, did_you_mean
 from specsync_core.hookspecs import PROJECT, BroadcastPoint, Specs
 from specsync_core.registry_files import RegistryFile, builtin_registry, merge_registries, read_registry
@@ -166,6 +166,8 @@ class PluginManager:
             others = everyone - {self._pluggy.get_plugin(info.name)}
             try:
                 results = self._pluggy.subset_hook_caller(hook, others)(**arguments)
+            except PluginError as error:
+                raise info.error(str(error)) from error
             except Exception as error:
                 raise info.error(f"hook {hook} raises {type(error).__name__}: {error}.") from error
             for result in results:
@@ -205,13 +207,35 @@ class PluginManager:
             found[algorithm.name], owners[algorithm.name] = algorithm, info
         return found
 
+    def algorithm_problems(self, registry: Registry) -> Iterator[tuple[PluginInfo, str]]:
+        """Yield what is wrong with an algorithm that a plugin offers: no draft network, or no sites of its name.
+
+        Raises:
+            PluginError: as `algorithms`.
+        """
+        kinds = get_args(DraftKind)
+        for info, algorithm in self.ask("specsync_algorithm"):
+            where = f"algorithm '{algorithm.name}'"
+            if algorithm.draft_kind not in kinds:
+                hint = did_you_mean(str(algorithm.draft_kind), kinds)
+                yield info, f"{where}: unknown draft_kind {algorithm.draft_kind!r}{hint}. Known: {', '.join(kinds)}."
+            own = {site.algorithm for site in registry.sites if registry.sources[site.slug] == info.distribution}
+            known = sorted(own or registry.algorithms)
+            if algorithm.name not in known:
+                hint = did_you_mean(algorithm.name, known)
+                yield info, f"{where} has no site{hint}: the plugin's sites belong to {', '.join(known)}."
+
     def broadcast_points(self, engine: EngineFacts) -> list[BroadcastPoint]:
         """Return where in this engine's code the plugins' sites are decided. Raises PluginError."""
-        found: list[BroadcastPoint] = []
+        return [point for _, point in self.owned_points(engine)]
+
+    def owned_points(self, engine: EngineFacts) -> list[tuple[PluginInfo, BroadcastPoint]]:
+        """Return `broadcast_points`, each with its plugin. Raises PluginError."""
+        found: list[tuple[PluginInfo, BroadcastPoint]] = []
         for info, points in self.ask("specsync_broadcast_points", engine=engine):
             if not isinstance(points, (list, tuple)) or not all(isinstance(point, BroadcastPoint) for point in points):
                 raise info.error(f"hook specsync_broadcast_points returns {points!r}, not a list of BroadcastPoint.")
-            found += points
+            found += [(info, point) for point in points]
         return found
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -14,6 +15,7 @@ from specsync_core.bounded_file import MAX_TEXT_BYTES, read_bounded
 from specsync_core.cli.output import JsonOption, UsageError, print_json
 from specsync_core.cli.plan import detect_platform
 from specsync_core.cli.startup import startup_checks
+from specsync_core.engines.known import ENGINES, points_of
 from specsync_core.errors import SpecSyncError
 from specsync_core.facts import Facts
 from specsync_core.manager import PluginManager
@@ -69,6 +71,7 @@ class Examination:
         if registry is None:
             return  # what a policy names cannot be judged
         plan = self._attempt(lambda: _resolve(registry, environment, policy_file, manager))
+        self._examine_plugins(manager, registry)
         self.warning = None if plan is None else plan.narrowing_warning()
         for startup_check in startup_checks(known, registry):
             self._attempt(startup_check)
@@ -83,7 +86,9 @@ class Examination:
     def _note(self, error: SpecSyncError) -> None:
         """Note each line of a message as a problem; an indented line belongs to the one above it."""
         for problem in str(error).replace("\n  ", "\0").split("\n"):
-            self.problems.append({"error": type(error).__name__, "message": problem.replace("\0", "\n  ")})
+            found = {"error": type(error).__name__, "message": problem.replace("\0", "\n  ")}
+            if found not in self.problems:  # what each version of an engine is asked for says it each time
+                self.problems.append(found)
 
     def _load_plugins(self) -> PluginManager:
         self.checked.append("environment")
@@ -95,6 +100,18 @@ class Examination:
         for ask in (manager.algorithms, lambda: manager.policies(Facts())):
             self._attempt(ask)
         return manager
+
+    def _examine_plugins(self, manager: PluginManager, registry: Registry) -> None:
+        """Ask for what would be asked only by an engine or the demo."""
+
+        def ask_algorithms() -> None:
+            for info, problem in manager.algorithm_problems(registry):
+                self._note(info.error(problem))
+
+        self._attempt(ask_algorithms)
+        for engine in ENGINES.values():
+            for version in engine.versions:
+                self._attempt(partial(points_of, engine, version, "cuda", manager))
 
     def _merge(self, manager: PluginManager, file: Path | None) -> Registry | None:
         def read() -> Registry:

@@ -12,7 +12,7 @@ from specsync_core.engines.versions import is_among
 from specsync_core.errors import EngineError, SpecSyncError
 from specsync_core.facts import EngineFacts
 from specsync_core.hookspecs import BroadcastPoint
-from specsync_core.manager import PluginManager
+from specsync_core.manager import PluginInfo, PluginManager
 from specsync_core.settings import read_environment
 
 logger = logging.getLogger("specsync")
@@ -37,7 +37,6 @@ def find_points(manager: PluginManager, engine: EngineFacts, known_versions: Seq
 
     A version that nobody read gets the points of the nearest known one, and a problem.
     """
-    points = [point for _, found in manager.ask("specsync_broadcast_points", engine=engine) for point in found]
     problems = []
     version = engine.version
     if version not in known_versions:
@@ -46,10 +45,17 @@ def find_points(manager: PluginManager, engine: EngineFacts, known_versions: Seq
             f"{engine.engine} {engine.version} is not known; known are {', '.join(known_versions)}, of which {version}"
             " is the nearest"
         )
-    fitting = tuple(point for point in points if is_among(version, point.versions))
+    fitting = tuple(point for info, point in manager.owned_points(engine) if _fits(version, point, info))
     if not any(point.when != "engine" for point in fitting):
         problems.append(f"no installed plugin knows where {engine.engine} {version} decides for {engine.algorithm}")
     return Candidates(fitting, tuple(problems))
+
+
+def _fits(version: str, point: BroadcastPoint, info: PluginInfo) -> bool:
+    try:
+        return is_among(version, point.versions)
+    except EngineError as error:
+        raise info.error(f"BroadcastPoint at {point.target}: {error}") from error
 
 
 def nearest(version: str, known_versions: Sequence[str]) -> str:

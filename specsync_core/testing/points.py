@@ -11,7 +11,7 @@ from specsync_core.engines.host_hooks import Hook
 from specsync_core.engines.known import ENGINES
 from specsync_core.engines.proof import Firings
 from specsync_core.engines.versions import is_among
-from specsync_core.errors import RegistryError
+from specsync_core.errors import EngineError, RegistryError
 from specsync_core.facts import EngineFacts
 from specsync_core.hookspecs import BroadcastPoint
 from specsync_core.manager import PluginManager
@@ -77,10 +77,17 @@ def point_problems(point: BroadcastPoint, engine: str, registry: Registry) -> It
         yield from ((slug, f"{where}: {problem}") for problem in _site_problems(point, site))
     if not point.signature:
         yield ", ".join(point.sites), f"{where} has no signature to hold the engine's function to"
-    if not any(is_among(version, point.versions) for version in ENGINES[engine].versions):
-        yield ", ".join(point.sites), f"{where} fits no known version of {engine} ({point.versions})"
+    yield from ((", ".join(point.sites), f"{where}{problem}") for problem in _version_problems(point, engine))
     if point.when == "callback" and point.callback not in point.signature:
         yield ", ".join(point.sites), f"{where}: its callback {point.callback!r} is no parameter"
+
+
+def _version_problems(point: BroadcastPoint, engine: str) -> Iterator[str]:
+    try:
+        if not any(is_among(version, point.versions) for version in ENGINES[engine].versions):
+            yield f" fits no known version of {engine} ({point.versions})"
+    except EngineError as error:
+        yield f": {error}"
 
 
 def _site_problems(point: BroadcastPoint, site: Site) -> Iterator[str]:

@@ -13,8 +13,12 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from specsync_core.algorithm import Algorithm
 from specsync_core.cli import main, output
 from specsync_core.cli.plan import detect_platform
+from specsync_core.facts import EngineFacts
+from specsync_core.hookspecs import BroadcastPoint, hookimpl
+from specsync_core.manager import PluginManager
 from specsync_core.registry import Registry
 
 Install = Callable[..., Path]
@@ -250,6 +254,49 @@ def test_a_broken_plugin_is_shown_and_is_a_finding(run: Run, install_plugin: Ins
 
 
 # --- check ---
+
+
+@pytest.mark.parametrize(
+    ("answers", "problem"),
+    [
+        ({"versions": ">>9"}, "BroadcastPoint at x.y: engine versions '>>9'"),
+        ({"when": "afterwards"}, "BroadcastPoint at x.y: unknown when 'afterwards'"),
+        ({"name": "lookaheads"}, "algorithm 'lookaheads' has no site"),
+        ({"draft_kind": "blocks"}, "algorithm 'dspark': unknown draft_kind 'blocks'"),
+    ],
+)
+def test_check_asks_plugins_what_an_engine_and_the_demo_would(
+    run: Run, monkeypatch: pytest.MonkeyPatch, answers: dict[str, str], problem: str
+) -> None:
+    class Wrong:
+        @hookimpl
+        def specsync_broadcast_points(self, engine: EngineFacts) -> list[BroadcastPoint]:
+            words = {"versions": ">=0.1", "when": "after", **answers}
+            return [
+                BroadcastPoint(
+                    "x.y",
+                    words["when"],
+                    ("dspark-target",),
+                    str,
+                    tuple,
+                    words["versions"],
+                    ("self",),  # type: ignore[arg-type]
+                )
+            ]
+
+        @hookimpl
+        def specsync_algorithm(self) -> Algorithm:
+            words = {"name": "dspark", "draft_kind": "block", **answers}
+            return Algorithm(words["name"], "", words["draft_kind"], str)  # type: ignore[arg-type]
+
+    def load(manager: PluginManager, disable: object = ()) -> None:
+        manager.register(Wrong(), "wrong", "dist-wrong")
+
+    monkeypatch.setattr(PluginManager, "load", load)
+    ended = run("check")
+    assert ended.code == 1
+    assert ended.out.count("plugin 'wrong' of dist-wrong") == 1
+    assert problem in ended.out
 
 
 def test_check_finds_nothing(run: Run, registry: Registry) -> None:

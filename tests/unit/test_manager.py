@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from specsync_core.algorithm import Algorithm
+from specsync_core.engines.start import find_points
 from specsync_core.errors import PluginError, RegistryError
 from specsync_core.facts import EngineFacts, Facts
 from specsync_core.hookspecs import BroadcastPoint, Specs, hookimpl
@@ -248,6 +249,18 @@ class Offers(Hooks):
         return self.give()
 
 
+def point(target: str, **options: Any) -> BroadcastPoint:
+    known = {
+        "when": "after",
+        "sites": ("dspark-plan",),
+        "site_of": lambda call: None,
+        "tensors_of": lambda call: (),
+        "versions": ">=1",
+        "signature": (),
+    }
+    return BroadcastPoint(target, **{**known, **options})
+
+
 def test_a_hook_that_raises_names_its_plugin() -> None:
     with pytest.raises(PluginError) as caught:
         asked(Policy(KeyError("model"))).policies(Facts())
@@ -292,6 +305,65 @@ def algorithm(name: str) -> Algorithm:
     return Algorithm(name, "", "block", lambda context: None)  # type: ignore[arg-type,return-value]
 
 
+def test_an_unknown_word_in_a_point_names_it_and_the_known_ones() -> None:
+    class Late(Hooks):
+        @hookimpl
+        def specsync_broadcast_points(self, engine: EngineFacts) -> Any:
+            return [point("x.y", when="afterwards")]
+
+    with pytest.raises(PluginError) as caught:
+        asked(Late(None)).broadcast_points(EngineFacts())
+    assert "plugin 'bad' of dist-bad 3.0 (entry point Late): BroadcastPoint at x.y: unknown when 'afterwards'" in str(
+        caught.value
+    )
+    assert "Known: before, after, callback, engine." in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        (
+            {"when": "aftr"},
+            r"x\.y: unknown when 'aftr' \(did you mean 'after'\?\)\. Known: before, after, callback, eng",
+        ),
+        ({"capture": "yes"}, r"x\.y: unknown capture 'yes'\. Known: never, any-communicator, engine-communicator\."),
+        ({"op": "mean"}, r"x\.y: unknown op 'mean'.*Known: min, max, all, any, root\."),
+    ],
+)
+def test_a_point_takes_known_words_only(options: dict[str, Any], problem: str) -> None:
+    with pytest.raises(PluginError, match=problem):
+        point("x.y", **options)
+
+
+def test_versions_that_cannot_be_read_name_the_plugin_and_the_point() -> None:
+    with pytest.raises(PluginError, match=r"plugin 'bad' .*BroadcastPoint at x\.y: engine versions '>>9'"):
+        find_points(asked(Points([point("x.y", versions=">>9")])), EngineFacts(version="1.0"), ("1.0",))
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "problems"),
+    [
+        ("dspark", "block", []),
+        (
+            "dsparks",
+            "block",
+            ["algorithm 'dsparks' has no site (did you mean 'dspark'?): the plugin's sites belong to "],
+        ),
+        (
+            "dspark",
+            "blocks",
+            ["algorithm 'dspark': unknown draft_kind 'blocks' (did you mean 'block'?). Known: block, "],
+        ),
+    ],
+)
+def test_an_algorithm_must_own_sites_and_know_its_network(name: str, kind: Any, problems: list[str]) -> None:
+    offered = Algorithm(name, "", kind, lambda context: None)  # type: ignore[arg-type,return-value]
+    manager = asked(Offers(offered))
+    found = [problem for _, problem in manager.algorithm_problems(load_registry(manager))]
+    assert len(found) == len(problems)
+    assert all(said.startswith(start) for said, start in zip(found, problems, strict=True))
+
+
 def test_two_plugins_with_one_algorithm() -> None:
     manager = asked(Offers(algorithm("x")))
     manager.register(Offers(algorithm("x")), "worse", "dist-worse")
@@ -302,9 +374,6 @@ def test_two_plugins_with_one_algorithm() -> None:
 
 
 def test_broadcast_points_come_in_the_order_of_their_plugins() -> None:
-    def point(target: str) -> BroadcastPoint:
-        return BroadcastPoint(target, "after", ("dspark-plan",), lambda call: None, lambda call: (), ">=1", ())
-
     manager = PluginManager()
     manager.register(Points([point("b")]), "b")
     manager.register(Points((point("a"),)), "a")
