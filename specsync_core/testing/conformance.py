@@ -122,7 +122,9 @@ def _conform(plugin: object, scenarios: Sequence[Scenario], ways: Callable[[Algo
     report = Report(_declared(manager, registry))
     report.violations += _policies(manager, registry)
     report.violations += _points(manager, registry, report)
-    for algorithm in manager.algorithms().values():
+    undeclared = [Violation("declared", "-", problem) for _, problem in manager.algorithm_problems(registry)]
+    report.violations += undeclared
+    for algorithm in () if undeclared else manager.algorithms().values():
         examine(registry, report, ways(algorithm, full_plan(registry, manager)), scenarios)
     report.violations += _uncovered(report)
     if report.violations:
@@ -187,9 +189,16 @@ def _points(manager: PluginManager, registry: Registry, report: Report) -> Itera
 
 
 def _uncovered(report: Report) -> Iterator[Violation]:
+    if _ended_early(report):
+        return
     for slug in report.declared:
         if slug not in report.calls and slug not in report.points:
             yield Violation("covered", slug, "it is declared, and nothing synchronises it")
+
+
+def _ended_early(report: Report) -> bool:
+    """Whether a trial was cut short: what its end did not reach is no evidence against a site."""
+    return any(violation.rule in rules.ENDING for violation in report.violations)
 
 
 def examine(registry: Registry, report: Report, run: RunTrial, scenarios: Sequence[Scenario]) -> None:
@@ -253,8 +262,11 @@ class _Examination:
             if not self._note(self._blaming(records, call.slug), scenario):
                 self._note(rules.healed(records, base, call, change), scenario)
             records = self._trial(Trial(scenario, change=Change(0, index, "moved")))
-            follows = not any(record.error for record in records) and not rules.same_outcome(records[0], base)
-            if follows or scenario.simulated_accept_len is None:  # forced lengths replace the honest verdict
+            failed = any(record.error for record in records)
+            follows = not failed and not rules.same_outcome(records[0], base)
+            if failed:
+                pass  # nothing can be said of what would have followed
+            elif follows or scenario.simulated_accept_len is None:  # forced lengths replace the honest verdict
                 self._obeyed[call.slug] = self._obeyed.get(call.slug, False) or follows
             cause = f"group rank 0 made to decide otherwise in {call.name}"
             self._note(rules.agreed_results(records, cause, call.slug), scenario)
@@ -279,6 +291,8 @@ class _Examination:
 
     def conclude(self) -> None:
         """Judge what only several trials show. A gate of captures decides nothing where nothing is folded."""
+        if _ended_early(self._report):
+            return
         for slug, obeyed in self._obeyed.items():
             if slug in self._unseen:
                 continue

@@ -14,7 +14,7 @@ from specsync_core.testing.watch import Change, SiteCall
 
 RULES: Mapping[str, str] = {
     "covered": "every declared site is synchronised: by the reference algorithm, or at a broadcast point",
-    "declared": "only declared sites are called, each as its kind says",
+    "declared": "only declared sites are called, each as its kind says, by an algorithm that bears their name",
     "payload": "tensors have the declared shapes and dtypes, and one row for each request",
     "once": "a decision is synchronised exactly once",
     "order": "every rank calls the same sites in the same order",
@@ -28,6 +28,8 @@ RULES: Mapping[str, str] = {
 }
 """Each rule in a sentence. Every violation names one of them and a site."""
 
+ENDING = frozenset({"declared", "order", "payload", "runs"})
+"""Breaking one of these ends a trial before its time."""
 BY_ERROR = {"RegistryError": "declared", "PayloadError": "payload"}
 
 

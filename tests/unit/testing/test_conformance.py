@@ -184,6 +184,13 @@ BROKEN = {
         {"vllm": ('sites=("medusa-block",)', 'sites=("medusa-mem",)')}, EAGER, "points", "medusa-mem",
     ),
     "a point in no known version": ({"vllm": ('"==0.32.0"', '"==0.1.0"')}, EAGER, "points", "medusa-block"),
+    "versions that cannot be read": ({"vllm": ('"==0.32.0"', '">>9"')}, EAGER, "points", "medusa-block"),
+    "an algorithm of another name": (
+        {"__init__": ('name="medusa"', 'name="medusas"')}, EAGER, "declared", "-",
+    ),
+    "an unknown draft network": (
+        {"__init__": ('draft_kind="block"', 'draft_kind="blocks"')}, EAGER, "declared", "-",
+    ),
     "a policy with a typo": ({"vllm": ("-vllm-draft-block", "-vllm-draft-blok")}, EAGER, "policy", "-"),
 }  # fmt: skip
 
@@ -206,6 +213,18 @@ def test_an_algorithm_that_raises_is_named_with_the_site_before(medusa):
         ConformanceError, match=r"rule 'runs', site medusa-heads: group rank 0 fails .*ValueError: boom"
     ):
         plugin_conformance(plugin, scenarios=[EAGER])
+
+
+def test_behind_a_failure_no_healthy_site_is_accused(medusa):
+    """What the failure kept from being reached is neither uncovered nor disobeyed."""
+    for change in (
+        ("    def accept(self", "    def accept(self, *_):\n        raise ValueError\n\n    def old(self"),
+        ('sync("medusa-accept-greedy", *own)', 'sync("medusa-accept-greedy", *own[:1])'),
+    ):
+        with pytest.raises(ConformanceError) as caught:
+            plugin_conformance(medusa(speculator=change), scenarios=[EAGER])
+        lines = str(caught.value).splitlines()[1:]
+        assert len(lines) == 1, str(caught.value)
 
 
 def test_a_site_that_nothing_calls_is_named(medusa):
