@@ -511,6 +511,9 @@ def _between(
         for tap in taps:
             tap.after(site, shown, owner.step)
     except BaseException as error:
+        for tap in taps:
+            if hasattr(tap, "failed"):
+                tap.failed(site, error)
         if isinstance(point, Point):
             point.give_up(error, tensors)
         raise

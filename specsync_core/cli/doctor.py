@@ -10,6 +10,7 @@ import typer
 
 from specsync_core.cli.output import JsonOption, UsageError, print_json
 from specsync_core.cli.plan import detect_platform
+from specsync_core.errors import did_you_mean
 
 
 def doctor(
@@ -25,7 +26,7 @@ def doctor(
 ) -> None:
     """Say what diverged first in a run that was recorded, or whether an installed engine can be synchronised.
 
-    Exit code 1: there is a finding.
+    Exit code 0: nothing was found; 1: a finding; 2: misuse, e.g. a directory without recordings.
     """
     if (directory is None) == (engine is None):
         raise UsageError("give either a directory of recordings or --engine NAME.")
@@ -41,7 +42,14 @@ def _diagnose(directory: Path, html: Path | None, as_json: bool) -> None:
     from specsync_core.diagnostics.page import Report, render_page
     from specsync_core.diagnostics.runs import examine_runs
 
+    if not directory.exists():
+        raise UsageError(f"{directory}: no such directory of recordings.")
     runs, older = examine_runs(directory)
+    if not any(run.evidence.recordings or run.evidence.notes for run in runs):
+        raise UsageError(
+            f"no rank-*.specsync or *.dump.json in {directory}: was SPECSYNC_DUMP_DIR set before the start,"
+            " on every rank, and is this its directory?"
+        )
     if html is not None:
         _write(html, render_page([Report(str(run.path), run.diagnosis, run.evidence) for run in runs]))
     if as_json:
@@ -66,6 +74,12 @@ def _write(path: Path, text: str) -> None:
 
 
 def _examine_engine(name: str, as_json: bool) -> None:
+    from specsync_core.engines.known import ENGINES
+
+    if name not in ENGINES:
+        raise UsageError(
+            f"--engine: unknown engine '{name}'{did_you_mean(name, ENGINES)}. Known: {', '.join(ENGINES)}."
+        )
     result = examine_engine(name)
     if as_json:
         print_json(result)

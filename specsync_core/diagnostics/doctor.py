@@ -17,7 +17,7 @@ from specsync_core.diagnostics.compare import compare
 from specsync_core.diagnostics.counted import read_counts
 from specsync_core.diagnostics.divergence import Divergence
 from specsync_core.diagnostics.dump import SUFFIX as DUMP_SUFFIX
-from specsync_core.diagnostics.dump import Dump, read_dump
+from specsync_core.diagnostics.dump import Dump, dump_path, read_dump
 from specsync_core.diagnostics.environment import compare_environments
 from specsync_core.diagnostics.headline import headline
 from specsync_core.diagnostics.progress import (
@@ -46,7 +46,8 @@ Finding = Literal[
     "clean",
     "inconclusive",
 ]
-"""``drift-hang``: committed values differ, and a rank waits. ``drift-crash``: they differ, and a rank died or failed.
+"""``drift-hang``: committed values differ, and a rank waits, or did for long. ``drift-crash``: they differ, and a rank
+died or failed at once.
 ``silent-divergence``: they differ, and nothing hangs. ``dead-rank``: no difference seen; a rank is gone that others
 need. ``hang``: no difference seen; ranks wait. ``environment``: no difference seen; ranks run on different software,
 hardware or seeds, or on software that is known to be bad. ``healed``: own values differed, committed values did not.
@@ -78,7 +79,11 @@ class Diagnosis:
     missing_ranks: tuple[int, ...]
     """Ranks without a readable recording."""
     dead_ranks: tuple[int, ...]
-    """Ranks whose process died, or that ended by an exception, not counting those that gave up waiting."""
+    """Ranks whose end explains why others wait: not those that gave up waiting, nor ranks that were all ended alike."""
+    gone_ranks: tuple[int, ...]
+    """All ranks whose process is not there any more and did not finish, whatever that explains."""
+    endings: Mapping[int, str]
+    """By group rank, how it stands, in the words that the text and the page use: ``is running``, ``finished``."""
     behind_ranks: tuple[int, ...]
     """Ranks that are not as far as the farthest, by step and site calls in it; empty where nothing hangs."""
     behind_at: Mapping[int, Missing]
@@ -170,7 +175,8 @@ def examine(
     chosen, dumps, notes = _choose(_read_all(recordings))
     world_size = max((r.header.world_size for r in chosen.values()), default=max(exit_codes, default=-1) + 1)
     missing = tuple(rank for rank in range(world_size) if rank not in chosen)
-    states = {rank: _state(chosen[rank], dumps.get(rank), exit_codes) for rank in sorted(chosen)}
+    stalled = any(dump.is_stall for dump in dumps.values())
+    states = {rank: _state(chosen[rank], dumps.get(rank), exit_codes, stalled) for rank in sorted(chosen)}
     states |= {rank: missing_state(rank, exit_codes) for rank in missing}
     comparison = compare(chosen)
     counted = read_counts(dumps)
@@ -181,10 +187,11 @@ def examine(
     dead = _dead_ranks(states)
     odd = any(difference.is_finding for difference in environment)
     is_compared = bool(comparison.comparisons or counted.checks)
-    finding = _finding(divergence, stuck, dead, states) or (
+    still = [state for state in stuck.values() if not state.is_abnormal or state.waited_for(hang_after_s)]
+    finding = _finding(divergence, stuck, still, dead, states) or (
         "environment" if odd else "healed" if healed else "clean" if is_compared else "inconclusive"
     )
-    hangs = finding in ("drift-hang", "hang", "dead-rank")
+    hangs = bool(stuck) or finding == "dead-rank"
     behind = behind_ranks(states) if hangs else ()
     evidence = words.Evidence(
         comparison=comparison,
@@ -221,6 +228,8 @@ def _diagnosis(finding: Finding, evidence: words.Evidence, world_size: int) -> D
         world_size=world_size,
         missing_ranks=evidence.missing,
         dead_ranks=evidence.dead,
+        gone_ranks=tuple(rank for rank, state in evidence.states.items() if state.is_gone),
+        endings={rank: state.ending for rank, state in evidence.states.items()},
         behind_ranks=evidence.behind,
         behind_at=dict(evidence.behind_at),
         checks=evidence.counted.checks,
@@ -229,27 +238,38 @@ def _diagnosis(finding: Finding, evidence: words.Evidence, world_size: int) -> D
     )
 
 
-def _state(recording: Recording, dump: Dump | None, exit_codes: Mapping[int, int | None]) -> RankState:
-    """How one rank stands. Its last dump tells that it lived then, and where nobody stalled, how long it had waited."""
+def _state(recording: Recording, dump: Dump | None, exit_codes: Mapping[int, int | None], stalled: bool) -> RankState:
+    """How one rank stands. Its last dump tells that it lived then, and where nobody stalled, how long it had waited.
+
+    Args:
+        stalled: some rank's dump was written in a stall; then all that lived wrote one.
+    """
+    if dump is None and stalled and dump_path(recording.path.parent, recording.header.group_rank).exists():
+        return _stopped(rank_state(recording, exit_codes), "lived in the stall, by a dump that cannot be read")
     if dump is None or words.is_over(dump, recording):
         return rank_state(recording, exit_codes)
     state = rank_state(recording, exit_codes, None if dump.is_stall else dump.written_s)
-    if state.status == "died" and state.exit_code is None and dump.is_stall:
-        # Whoever ended it did so after the stall: its end explains nothing.
-        ending = f"lived in the stall, at {words.clock(dump.written_s)}, and is gone now"
-        return replace(state, status="unknown", ending=ending)
-    return state
+    return _stopped(state, f"lived in the stall, at {words.clock(dump.written_s)}") if dump.is_stall else state
+
+
+def _stopped(state: RankState, lived: str) -> RankState:
+    """Whoever ended a rank after the stall: its end explains nothing."""
+    if state.status != "died" or state.exit_code is not None:
+        return state
+    return replace(state, status="stopped", ending=f"{lived}, and is gone now")
 
 
 def _finding(
     divergence: Divergence | None,
     stuck: Mapping[int, RankState],
+    still: Sequence[RankState],
     dead: Sequence[int],
     states: Mapping[int, RankState],
 ) -> Finding | None:
+    """``still``: those of the stuck ranks that wait now, or waited for long: one that ended at once does not hang."""
     if divergence is not None:
         ended = any(state.is_abnormal for state in states.values())
-        return "drift-hang" if stuck else "drift-crash" if ended else "silent-divergence"
+        return "drift-hang" if still else "drift-crash" if ended else "silent-divergence"
     return "dead-rank" if dead else "hang" if stuck else None
 
 

@@ -49,7 +49,8 @@ ABOUT = {
     "columns": "the names of a record's fields; a record has no time zone, no units but seconds",
     "records": "what the ring held, oldest first, a row for each; rows are as wide as columns",
     "kinds": "before: own values before the sync; after: what everything is derived from; wait-begin, wait-end: of the"
-    " engine's own waits, `call` numbers them and payload is what and which, with a zero byte between; closed: the end",
+    " engine's own waits, `call` numbers them and payload is what and which, with a zero byte between; raised: an"
+    " exception left the site's call, payload is its type; closed: the end",
     "flags": f"added up: {HAS_VALUES} has values, {CAPTURING} inside a graph capture, {FAILED} left by an exception,"
     f" {SKIPPED} this rank left the sync out",
     "payload": "the first bytes of the tensor, little endian, in hexadecimal; crc32 is of all its bytes",
@@ -128,7 +129,7 @@ def write_dump(
 
 def in_words(recording: Recording, record: Record) -> str:
     """Say what a record is: ``after dspark-plan, call 9, step 8``."""
-    if record.kind in ("before", "after"):
+    if record.kind in ("before", "after", "raised"):
         return f"{record.kind} {recording.header.slug(record.site_number)}, call {record.call}, step {record.step}"
     what = " ".join(filter(None, (record.what, record.detail)))
     return f"{record.kind} {record.call}, step {record.step}{': ' + what if what else ''}"

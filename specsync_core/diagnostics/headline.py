@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from specsync_core.diagnostics.behind import Missing
 from specsync_core.diagnostics.divergence import Divergence
+from specsync_core.diagnostics.progress import GONE
 from specsync_core.diagnostics.verdict import Evidence, checks_text, place, rank_list, show
 
 
@@ -12,7 +13,7 @@ def headline(finding: str, evidence: Evidence) -> str:
     found = evidence.divergence
     if finding in ("drift-hang", "drift-crash", "silent-divergence"):
         assert found is not None
-        return f"{_blame(found, evidence)}{_consequence(finding)}."
+        return f"{_blame(found, evidence)}{_consequence(finding, evidence)}."
     if finding == "dead-rank":
         return _dead(evidence)
     if finding == "hang":
@@ -31,10 +32,12 @@ def headline(finding: str, evidence: Evidence) -> str:
     return "Nothing could be compared, so nothing is said about the ranks' agreement."
 
 
-def _consequence(finding: str) -> str:
+def _consequence(finding: str, evidence: Evidence) -> str:
+    all_gone = all(state.is_gone for state in evidence.states.values())
+    still = [rank for rank, state in evidence.stuck.items() if not state.is_gone]
     return {
-        "drift-hang": ", and the ranks hang",
-        "drift-crash": ", and a rank ended",
+        "drift-hang": ", and the ranks hang" if still else ", and the ranks hung, and are gone now",
+        "drift-crash": ", and the ranks died" if all_gone else ", and a rank ended",
         "silent-divergence": "; nothing hangs yet, the ranks go on with different states",
     }[finding]
 
@@ -79,7 +82,8 @@ def _dead(evidence: Evidence) -> str:
     more = f" (so did {rank_list(evidence.dead[1:])})" if len(evidence.dead) > 1 else ""
     missing = evidence.behind_at.get(rank)
     where = f" before it came to {_call(missing)}" if missing is not None else ""
-    return f"Rank {rank} {state.ending}{where}{more}; {_no_divergence(evidence)}."
+    ending = "ended" if where and state.ending == GONE else state.ending
+    return f"Rank {rank} {ending}{where}{more}; {_no_divergence(evidence)}."
 
 
 def _hang(evidence: Evidence) -> str:
@@ -94,7 +98,8 @@ def _hang(evidence: Evidence) -> str:
         )
     sites = {state.wait.what for state in evidence.stuck.values() if state.wait is not None and state.wait.is_sync}
     if len(sites) == 1 and len(evidence.stuck) == len(evidence.states):
-        return f"All ranks wait in the {sites.pop()}: look at the transport; {_no_divergence(evidence)}."
+        verb = "ended" if all(state.is_abnormal for state in evidence.stuck.values()) else "wait"
+        return f"All ranks {verb} in the {sites.pop()}: look at the transport; {_no_divergence(evidence)}."
     waits = [state.wait for state in evidence.stuck.values() if state.wait is not None]
     where = ", ".join(f"rank {wait.group_rank} in {place(wait.what, wait.detail)}" for wait in waits)
     at = "" if any(wait.is_sync for wait in waits) else ", not at a declared site"

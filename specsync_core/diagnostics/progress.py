@@ -13,7 +13,11 @@ from typing import Any, Literal
 
 from specsync_core.diagnostics.recording import Record, Recording
 
-Status = Literal["finished", "failed", "died", "running", "unknown"]
+Status = Literal["finished", "failed", "died", "stopped", "running", "unknown"]
+"""``stopped``: it lived in the stall, by its dump, and is gone now: whoever ended it did so after the stall."""
+
+GONE = "is gone, and did not close its recording"
+"""The ending of a rank whose process is not there, and whose exit code nobody told."""
 
 
 @dataclass(frozen=True)
@@ -52,10 +56,17 @@ class RankState:
     """Its last step and the number of site calls in it; None when that is not certain."""
     is_cut_off: bool = False
     """Newer records may be missing: that no wait is known means nothing."""
+    pid: int | None = None
+    """Its process id, where that was asked after and lives."""
 
     @property
     def is_abnormal(self) -> bool:
         return self.status in ("failed", "died")
+
+    @property
+    def is_gone(self) -> bool:
+        """Its process is not there any more, and did not finish."""
+        return self.is_abnormal or self.status == "stopped"
 
     @property
     def gave_up(self) -> bool:
@@ -64,6 +75,10 @@ class RankState:
             return False
         by_exception = self.wait.failed is not None or (self.wait.is_sync and self.exit_code in (None, 1))
         return by_exception or self.exit_code == -signal.SIGABRT
+
+    def waited_for(self, hang_after_s: float) -> bool:
+        """Its wait is known to have lasted so long."""
+        return self.wait is not None and self.wait.seconds is not None and self.wait.seconds >= hang_after_s
 
     def is_stuck(self, hang_after_s: float) -> bool:
         """It waits for longer than a healthy rank would, or its wait failed."""
@@ -81,9 +96,10 @@ def rank_state(recording: Recording, exit_codes: Mapping[int, int | None], seen_
     rank = recording.header.group_rank
     code = exit_codes.get(rank)
     status, ending = _status(recording, rank in exit_codes, code)
-    wait = open_wait(recording, time.time() if status == "running" and rank not in exit_codes else seen_s)
+    pid = recording.header.pid if status == "running" and rank not in exit_codes else None
+    wait = open_wait(recording, time.time() if pid is not None else seen_s)
     last = recording.records[-1] if recording.records else None
-    return RankState(rank, status, ending, code, wait, last, _progress(recording), recording.truncated)
+    return RankState(rank, status, ending, code, wait, last, _progress(recording), recording.truncated, pid)
 
 
 def _progress(recording: Recording) -> tuple[int, int] | None:
@@ -116,7 +132,7 @@ def _status(recording: Recording, is_code_given: bool, code: int | None) -> tupl
     alive = is_alive(recording)
     if alive is None:
         return "unknown", "may be running (its process cannot be asked after from here)"
-    return ("running", "is running") if alive else ("died", "is gone, and did not close its recording")
+    return ("running", "is running") if alive else ("died", GONE)
 
 
 def exit_text(code: int) -> str:
@@ -153,6 +169,10 @@ def open_wait(recording: Recording, now_s: float | None) -> Wait | None:
                 del stack[stack.index(begun) :]
                 if record.failed and failed is None:
                     failed = begun, record.what
+        elif record.kind == "raised":
+            # As of nested waits, the innermost that was left is kept.
+            if stack and stack[-1].kind == "before":
+                failed = stack.pop(), record.what
         elif record.kind != "closed":
             failed = None
             _follow(stack, record)

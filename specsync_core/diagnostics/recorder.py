@@ -134,6 +134,14 @@ class Recorder:
         self._skips = False
         self.busy.pop(0, None)
 
+    def failed(self, site: Site, error: BaseException) -> None:
+        """Be told that an exception leaves the present call; its type is recorded, not its text."""
+        self._skips = False
+        data = type(error).__name__.encode()[: fmt.VALUE_BYTES]
+        call = self._calls.get(site.number, 0)
+        self._write(fmt.RAISED, fmt.FAILED, 0, 0, site.number, self.step, call, 0, 0, len(data), _NO_DIMS, 0, 0, data)
+        self.busy.pop(0, None)
+
     def waiting(self, what: str, detail: str = "") -> Waiting:
         """Return a context manager that marks a wait of the engine's own, e.g. a collective.
 

@@ -44,16 +44,17 @@ BODY_FIELDS = (
     *("numel", "crc32", "payload"),
 )
 
-BEFORE, AFTER, WAIT_BEGIN, WAIT_END, CLOSED = 1, 2, 3, 4, 5
+BEFORE, AFTER, WAIT_BEGIN, WAIT_END, CLOSED, RAISED = 1, 2, 3, 4, 5, 6
 HAS_VALUES, CAPTURING, FAILED, SKIPPED = 1, 2, 4, 8
 
-RecordKind = Literal["before", "after", "wait-begin", "wait-end", "closed"]
+RecordKind = Literal["before", "after", "wait-begin", "wait-end", "closed", "raised"]
 KIND_NAMES: dict[int, RecordKind] = {
     BEFORE: "before",
     AFTER: "after",
     WAIT_BEGIN: "wait-begin",
     WAIT_END: "wait-end",
     CLOSED: "closed",
+    RAISED: "raised",
 }
 
 Value = Union[int, float, bool]  # noqa: UP007 (evaluated at run time)
@@ -176,7 +177,7 @@ class Record:
 
     @property
     def failed(self) -> bool:
-        """Of a wait's end: the wait was left by an exception, whose type is ``what``."""
+        """Of the end of a wait or of a site's call: it was left by an exception, whose type is ``what``."""
         return bool(self.flags & FAILED)
 
     @property
@@ -227,10 +228,20 @@ class Recording:
         """The record of an orderly end; its ``what`` is the outcome."""
         return self.records[-1] if self.records and self.records[-1].kind == "closed" else None
 
+    @property
+    def takes_signals(self) -> bool:
+        """Its writer has a handler of SIGUSR1, as long as it lives."""
+        return stacks_path(self.path).exists()
+
 
 def recording_path(directory: StrPath, group_rank: int) -> Path:
     """Where a rank's recording lies in a directory of recordings."""
     return Path(directory) / f"rank-{group_rank:04d}{SUFFIX}"
+
+
+def stacks_path(recording: Path) -> Path:
+    """Where SIGUSR1's handler of the recording's writer leaves stacks until the watchdog makes a dump of them."""
+    return recording.with_suffix(".stacks")
 
 
 def read_recording(path: StrPath) -> Recording:

@@ -60,8 +60,6 @@ def verdict_lines(finding: str, evidence: Evidence) -> Iterator[str]:
         yield "Every committed value that was compared is equal on all ranks."
     if finding == "clean":
         yield "No divergence was seen in what is listed below."
-    if finding == "inconclusive":
-        yield "Nothing could be compared, so nothing is said about the ranks' agreement."
     yield from _count_lines(evidence)
     yield from _measured_lines(evidence)
     yield from _counter_lines(evidence)
@@ -128,7 +126,10 @@ def _measured_lines(evidence: Evidence) -> Iterator[str]:
 
 def _dead_lines(evidence: Evidence) -> Iterator[str]:
     for rank, state in evidence.states.items():
-        if not state.is_abnormal or state.wait is not None:  # the latter is said with its wait
+        if not state.is_abnormal or rank in evidence.stuck:  # the latter is said with its wait
+            continue
+        if state.wait is not None:
+            yield _wait_line(rank, state, state.wait)
             continue
         is_known = state.last is not None and not state.is_cut_off
         where = f"; it was in no recorded wait, and last recorded {_last(state, evidence)}" if is_known else ""
@@ -144,6 +145,7 @@ def _last(state: RankState, evidence: Evidence) -> str:
         "after": f"the values after {header.slug(record.site_number)}",
         "wait-begin": "the begin of a wait",
         "wait-end": "the end of a wait",
+        "raised": f"an exception out of {header.slug(record.site_number)}",
         "closed": "its end",
     }[record.kind]
     return f"{what} in step {record.step} at {clock(record.wall_s)}"
@@ -157,8 +159,8 @@ def _wait_lines(evidence: Evidence) -> Iterator[str]:
     if not evidence.stuck:
         return
     for state in free:
-        if state.status in ("running", "unknown") and state.last is not None and not state.is_cut_off:
-            now = "is in no long wait" if "gone" not in state.ending else f"{state.ending}; it was in no long wait"
+        if state.status in ("running", "unknown", "stopped") and state.last is not None and not state.is_cut_off:
+            now = f"{state.ending}; it was in no long wait" if state.is_gone else "is in no long wait"
             yield f"Rank {state.group_rank} {now}; it last recorded {_last(state, evidence)}."
         elif state.status == "finished":
             yield f"Rank {state.group_rank} {state.ending}."
@@ -167,7 +169,7 @@ def _wait_lines(evidence: Evidence) -> Iterator[str]:
         if len(places) > 1:
             yield "These waits are not the same: no rank can leave one that its peers do not enter."
         elif len(evidence.stuck) == len(evidence.states):
-            yield "All ranks wait in the same place."
+            yield _same_place_line(evidence)
     if evidence.different_wait is not None:
         number, at = evidence.different_wait
         entered = ", ".join(f"rank {rank} entered {place(*texts)}" for rank, texts in sorted(at.items()))
@@ -184,10 +186,35 @@ def _wait_lines(evidence: Evidence) -> Iterator[str]:
     yield from _stack_lines(evidence)
 
 
+def _same_place_line(evidence: Evidence) -> str:
+    """The mark is the engine's own word: where the stacks say otherwise, they are right."""
+    inner = _inner_functions(evidence)
+    if len(set(inner.values())) > 1:
+        shown = ", ".join(f"{name} on rank {rank}" for rank, name in inner.items())
+        return f"All ranks have the same mark, but their stacks differ ({shown}): they are not in the same call."
+    states = evidence.stuck.values()
+    verb = "waited" if all(state.is_gone or (state.wait and state.wait.failed) for state in states) else "wait"
+    return f"All ranks {verb} in the same place."
+
+
+def _inner_functions(evidence: Evidence) -> dict[int, str]:
+    """By rank, the innermost function of the main threads in which not all of them are; {} where they are alike."""
+    stacks = {rank: dump.stacks_of("MainThread")[: -SHOWN_FRAMES - 1 : -1] for rank, dump in evidence.dumps.items()}
+    known = {rank: [frame.rpartition(" in ")[2] for frame in frames] for rank, frames in stacks.items() if frames}
+    for names in zip(*known.values(), strict=False):
+        if len(set(names)) > 1:
+            return dict(zip(known, names, strict=True))
+    return {}
+
+
 def _stack_lines(evidence: Evidence) -> Iterator[str]:
     for rank, dump in evidence.dumps.items():
         if shown := [_short(frame) for frame in dump.stacks_of("MainThread")[-SHOWN_FRAMES:]]:
             yield f"Rank {rank}'s main thread, at {clock(dump.written_s)}: {' > '.join(shown)}."
+    for rank, state in evidence.states.items():
+        # Only where the recording's writer has a handler: others would be ended by the signal.
+        if rank not in evidence.dumps and state.pid is not None and evidence.recordings[rank].takes_signals:
+            yield f"No stack of rank {rank}: `kill -USR1 {state.pid}` writes its dump; then ask again."
 
 
 def _short(frame: str) -> str:
@@ -208,7 +235,7 @@ def _wait_line(rank: int, state: RankState, wait: Wait) -> str:
     if wait.failed is not None:
         after = f"after {wait.seconds or 0:.1f} s"
         return f"Rank {rank} entered {where}, at {clock(wait.since_s)}, and left it by {wait.failed} {after}."
-    if state.is_abnormal:
+    if state.is_gone:
         return f"Rank {rank} {state.ending}; it waited in {where}, {since}."
     return f"Rank {rank} waits in {where}, {since}."
 

@@ -20,6 +20,7 @@ from typing import Any
 from specsync_core.diagnostics.dump import dump_path, write_dump
 from specsync_core.diagnostics.facts import generators
 from specsync_core.diagnostics.recorder import Recorder
+from specsync_core.diagnostics.recording import stacks_path
 
 logger = logging.getLogger("specsync")
 
@@ -62,7 +63,7 @@ class Watchdog:
         self._dumped_at_s: float | None = None
         """`Recorder.moved_s` of the stall that was dumped last."""
         self.path = dump_path(recorder.path.parent, recorder.group_rank)
-        self._signals = _Signals(recorder.path.with_suffix(".stacks")) if on_signal else None
+        self._signals = _Signals(stacks_path(recorder.path)) if on_signal else None
         self._thread = threading.Thread(target=self._run, name="specsync-watchdog", daemon=True)
         self._thread.start()
 
@@ -105,9 +106,9 @@ class Watchdog:
         self._dumped_at_s = moved_s
         self._write(f"no progress for {still_s:.1f} s inside {inside}")
         logger.warning(
-            "specsync: group rank %d has made no progress for %.1f s inside %s. Every rank that lives writes a dump:"
-            " read them with `specsync doctor %s`. (A long compilation looks the same.)",
-            recorder.group_rank, still_s, inside, self.path.parent,
+            "specsync: group rank %d (pid %d) has made no progress for %.1f s inside %s. Every rank that lives writes a"
+            " dump: read them with `specsync doctor %s`. (A long compilation looks the same.)",
+            recorder.group_rank, os.getpid(), still_s, inside, self.path.parent,
         )  # fmt: skip
         if self._tell is not None:
             self._tell(f"group rank {recorder.group_rank} has made no progress for {still_s:.1f} s inside {inside}")

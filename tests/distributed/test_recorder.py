@@ -181,11 +181,12 @@ def test_a_dropped_broadcast_leaves_the_other_rank_in_it(tmp_path: Path) -> None
     with pytest.raises(RankError):
         run_ranks(drop_one, 2, args=(str(tmp_path),))
     found = diagnose(tmp_path, {0: 1, 1: 0})
-    assert (found.finding, found.dead_ranks, found.healed) == ("drift-hang", (), {"dspark-target": 1})
+    assert (found.finding, found.dead_ranks, found.healed) == ("drift-crash", (), {"dspark-target": 1})
     assert found.divergence is not None
     assert (found.divergence.kind, found.site, found.step, found.group_rank) == ("skip", "dspark-target", 1, 1)
     assert found.headline == (
-        "Rank 1 left the sync out at dspark-target in step 1, in which the others took part, and the ranks hang."
+        "Rank 1 left the sync out at dspark-target in step 1, in which the others took part, and a rank ended."
     )
     assert found.waits[0].what == "sync of dspark-target"
+    assert found.waits[0].failed == "TransportError", "its peer had ended, so it did not wait"
     assert "Rank 1 finished." in found.text

@@ -537,9 +537,8 @@ def test_of_three_ranks_two_are_enough_to_find_it(tmp_path):
 def test_no_recording_at_all(tmp_path):
     (tmp_path / "notes.txt").write_text("not a recording, and not named like one")
     found = diagnose(tmp_path)
-    assert (found.finding, found.world_size, found.verdict) == (
-        "inconclusive", 0, ("Nothing could be compared, so nothing is said about the ranks' agreement.",)
-    )  # fmt: skip
+    assert (found.finding, found.world_size, found.verdict) == ("inconclusive", 0, ())
+    assert found.text == "Nothing could be compared, so nothing is said about the ranks' agreement."
     with pytest.raises(RecordingError, match="no such directory"):
         diagnose(tmp_path / "nowhere")
 

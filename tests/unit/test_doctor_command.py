@@ -13,7 +13,6 @@ from specsync_core.cli.app import app
 from specsync_core.cli.output import UsageError
 from specsync_core.diagnostics import Recorder, diagnose, recording_path
 from specsync_core.diagnostics.runs import examine_runs, prune, runs_in
-from specsync_core.errors import SpecSyncError
 from specsync_core.registry_files import builtin_registry, merge_registries
 
 REGISTRY = merge_registries([builtin_registry()])
@@ -164,16 +163,19 @@ def test_the_first_line_is_the_answer_and_the_exit_code_says_whether_there_is_a_
     ("arguments", "hint"),
     [
         ((), "give either a directory"),
-        (("absent",), "no such directory"),
+        (("absent",), "absent: no such directory"),
+        (("empty",), "no rank-*.specsync or *.dump.json in empty: was SPECSYNC_DUMP_DIR set before the start"),
+        (("--engine", "vlm"), "--engine: unknown engine 'vlm' (did you mean 'vllm'?). Known: sglang, vllm."),
         (("--engine", "vllm", "--html", "x.html"), "--html goes with a directory"),
         ((".", "--html", "no/x.html"), "--html: no/x.html cannot be written: No such file or directory"),
     ],
 )
 def test_misuse(tmp_path, monkeypatch, arguments, hint):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
     recorders(tmp_path)
     result = CliRunner().invoke(app, ["doctor", *arguments])
-    assert isinstance(result.exception, SpecSyncError | UsageError)
+    assert isinstance(result.exception, UsageError), "exit code 2"
     assert hint in str(result.exception)
 
 
