@@ -45,7 +45,7 @@ def new_plugin(
         print_json({"directory": str(target), "files": written})
         return
     print(f"wrote {len(written)} files to {target}. Next:")
-    print(f"  cd {target}\n  python -m pytest\n  pip install .\n  specsync demo --algorithm {name}")
+    print(f"  cd {target}\n  pip install -e '.[test]'\n  python -m pytest\n  specsync demo --algorithm {name}")
 
 
 def _check_name(name: str, registry: Registry, plugins: set[str]) -> None:

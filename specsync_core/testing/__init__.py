@@ -4,6 +4,7 @@
 - `run_fake_ranks` and `FakeGroup`: the same on threads of this process, quick and without a network.
 - `FakeEngine`: runs an algorithm against a toy target, and keeps all that it decides.
 - `plugin_conformance`: the rules that a plugin must keep, each shown by making one rank differ.
+- `full_plan`: every site on, whatever policy the environment or the folder holds.
 - `hooked`: an engine's function under a plugin's broadcast point, without the engine.
 
 The pytest plugin (`specsync_core.testing.pytest_plugin`, loaded by itself) offers them as fixtures.
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
         ConformanceError,
         Report,
         conformance_on_ranks,
+        full_plan,
         plugin_conformance,
     )
     from specsync_core.testing.engine import FakeEngine, Scenario, Skew
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
     from specsync_core.testing.rules import Violation
 
 _NAMES_BY_MODULE = {
-    "conformance": ("ConformanceError", "Report", "conformance_on_ranks", "plugin_conformance"),
+    "conformance": ("ConformanceError", "Report", "conformance_on_ranks", "full_plan", "plugin_conformance"),
     "engine": ("FakeEngine", "Scenario", "Skew"),
     "fake_group": ("FakeGroup", "run_fake_ranks"),
     "points": ("hooked",),
@@ -47,6 +49,7 @@ __all__ = [
     "Skew",
     "Violation",
     "conformance_on_ranks",
+    "full_plan",
     "hooked",
     "plugin_conformance",
     "run_fake_ranks",

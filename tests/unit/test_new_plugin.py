@@ -15,6 +15,8 @@ from specsync_core.cli.new_plugin import SITES, write_plugin
 from specsync_core.cli.output import UsageError
 from specsync_core.registry_files import read_registry
 
+ROOT = Path(__file__).parents[2]
+
 
 def say(capsys, *words: str) -> tuple[int, str, str]:
     code = 0
@@ -33,12 +35,15 @@ def written(tmp_path_factory) -> Path:
     return target
 
 
-def test_what_it_writes_passes_its_own_tests(written):
+def test_what_it_writes_passes_its_own_tests_whatever_the_folders_policy(written):
+    policy = written / "specsync.toml"
+    policy.write_text('sites = "off"\n')
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("SPECSYNC_", "SGLANG_"))}
     command = [sys.executable, "-B", "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     finished = subprocess.run(
         command, cwd=written, env={**clean, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False
     )
+    policy.unlink()
     assert finished.returncode == 0, finished.stdout
     assert "2 passed" in finished.stdout
 
@@ -61,6 +66,12 @@ def test_it_is_clean(written):
     assert left == [], "a placeholder was left"
 
 
+def test_pages_install_pytest_before_they_run_it(written):
+    for text in ((written / "README.md").read_text(), (ROOT / "docs/write-a-plugin.md").read_text()):
+        assert "pip install ." not in text
+        assert 0 < text.index("pip install -e '.[test]'") < text.index("python -m pytest")
+
+
 def test_its_registry_is_a_third_partys(written):
     sites = read_registry(written / "specsync_my_draft" / "sites.toml", "specsync-my-draft").sites
     assert [site.number for site in sites] == list(range(4201, 4201 + SITES))
@@ -79,7 +90,9 @@ def test_the_command_says_what_it_wrote(tmp_path, monkeypatch, capsys):
     } == set(said["files"])
     assert list(tmp_path.iterdir()) == [tmp_path / "specsync-lookahead"]
     code, out, _ = say(capsys, "other", "--directory", "elsewhere")
-    assert out.startswith("wrote 8 files to elsewhere. Next:\n  cd elsewhere\n  python -m pytest\n")
+    assert out.startswith(
+        "wrote 8 files to elsewhere. Next:\n  cd elsewhere\n  pip install -e '.[test]'\n  python -m pytest\n"
+    )
 
 
 def test_two_names_get_numbers_of_their_own(tmp_path, monkeypatch, capsys):
