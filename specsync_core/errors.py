@@ -42,6 +42,10 @@ class ControlError(SpecSyncError):
     """A change of sites while the engine runs was refused, or the control socket cannot be used."""
 
 
+class UnsettledError(ControlError):
+    """A change of sites was asked for, and it is not known here whether it was made, or will be."""
+
+
 class EngineError(SpecSyncError):
     """An inference engine is not what its adapter knows."""
 

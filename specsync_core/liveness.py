@@ -34,6 +34,11 @@ def ending_of(identity: dict[str, Any] | None) -> str | None:
     return STATES.get(state)
 
 
+def standstill_of(pid: int) -> str | None:
+    """Return why a process of this machine does nothing any more, as `ending_of`; None when that is not seen."""
+    return STATES.get(_stat(pid)[0] or "")
+
+
 def _place() -> str | None:
     """What a pid is relative to: this boot of this machine, and the pid namespace."""
     try:

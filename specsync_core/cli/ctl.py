@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Annotated, Any
 
 import typer
 
 from specsync_core.cli.output import JsonOption, UsageError, print_json, print_table
 from specsync_core.control.protocol import ARGUMENTS, DEFAULT_WAIT_S, MAX_WAIT_S, Request
-from specsync_core.errors import did_you_mean
+from specsync_core.errors import UnsettledError, did_you_mean
 from specsync_core.settings import read_environment
 
 USAGE = "status | sites POLICY | mode SITES sync|audit|off | stats"
+UNSETTLED_CODE = 3
+"""A change was asked for and not refused, and it is not known to be applied."""
 
 
 def ctl(
@@ -33,22 +36,27 @@ def ctl(
 
     `mode SITES sync|audit|off` leaves all other sites alone.
 
-    Exit code 0: done; 1: refused, nobody listens, or no step yet; 2: usage.
+    Exit code 0: done; 1: refused, or nobody answers; 2: usage; 3: a change that is not known to be applied yet.
     """
     from specsync_core.control.client import ask, find_socket
 
     request = _request(command, arguments or [], wait)
     path = find_socket(_path(socket))
-    answer = ask(path, request)
+    try:
+        answer = ask(path, request)
+    except UnsettledError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        raise typer.Exit(UNSETTLED_CODE) from error
     if as_json:
         print_json(answer)
     elif command in ("sites", "mode"):
         _show_change(answer, path)
     else:
         {"status": _show_status, "stats": _show_stats}[command](answer)
-    incomplete = command == "stats" and None in answer["group_ranks"].values()
-    if incomplete or (command != "status" and answer.get("pending_step") is not None):
+    if command == "stats" and None in answer["group_ranks"].values():
         raise typer.Exit(1)
+    if command != "status" and answer.get("pending_step") is not None:
+        raise typer.Exit(UNSETTLED_CODE)
 
 
 def _request(command: str, arguments: list[str], wait_s: float) -> Request:
@@ -64,6 +72,8 @@ def _request(command: str, arguments: list[str], wait_s: float) -> Request:
 
 def _path(given: str | None) -> str:
     if given is not None:
+        if not given.strip():
+            raise UsageError("--socket is empty: it takes the path that the engine has in SPECSYNC_CONTROL.")
         return given
     if (stated := read_environment().control) is None:
         raise UsageError("ctl: say which engine: --socket PATH, or SPECSYNC_CONTROL=PATH as the engine has it.")

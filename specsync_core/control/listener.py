@@ -20,7 +20,7 @@ from weakref import WeakMethod
 
 from specsync_core.control import protocol
 from specsync_core.control.protocol import MAX_REQUEST_BYTES, Request, encode_answer, read_line
-from specsync_core.errors import ControlError, SpecSyncError
+from specsync_core.errors import ControlError, SpecSyncError, UnsettledError
 
 READ_S = 2.0
 WRITE_S = 5.0
@@ -88,7 +88,7 @@ class Listener:
                 raise ControlError("the engine is ending.")
             return {"ok": True, **answer(request)}
         except SpecSyncError as error:
-            return {"ok": False, "error": str(error)}
+            return {"ok": False, "error": str(error), "unsettled": isinstance(error, UnsettledError)}
         except OSError as error:
             return {"ok": False, "error": f"the connection failed: {error}"}
         except Exception as error:

@@ -19,7 +19,7 @@ from typing import Any
 
 from specsync_core.bounded_store import POLL_S
 from specsync_core.collectives import GroupStore
-from specsync_core.errors import ControlError, SpecSyncError, TransportError
+from specsync_core.errors import ControlError, SpecSyncError, TransportError, UnsettledError
 
 ARM_S = 5.0
 """How long a rank may take to arm: it looks for proposals every half second."""
@@ -185,6 +185,7 @@ class Pledges:
 
         Raises:
             ControlError: a rank refuses or does not answer; nothing changes.
+            UnsettledError: a rank did not report in time; the change may have been made, or may still be.
             TransportError: the store does not answer.
         """
         self.check_free()
@@ -200,8 +201,9 @@ class Pledges:
         if None not in made:
             return made
         if self._target is None:
-            raise ControlError(
-                f"{_ranks(_missing(made))} did not report that the change was made. {self._store.roll_call()}"
+            raise UnsettledError(
+                f"{_ranks(_missing(made))} did not report within {wait_s:g} s that the change was made."
+                f" {self._store.roll_call()}".rstrip()
             )
         return self._target
 

@@ -8,7 +8,7 @@ import pytest
 from specsync_core.cli import main
 from specsync_core.control.listener import Listener
 from specsync_core.control.protocol import Request
-from specsync_core.errors import ControlError
+from specsync_core.errors import ControlError, UnsettledError
 
 STATUS = {
     **{"pid": 7, "group_ranks": 2, "step": 9, "digest": "ab" * 32, "generation": 1, "pending_step": None},
@@ -92,7 +92,7 @@ def test_a_change_says_where_it_was_made_and_what_stayed(engine, capsys):
 def test_what_is_not_made_yet_or_changes_nothing_says_so(engine, capsys):
     engine.answers["mode"] = CHANGED | {"applied": None, "pending_step": 14}
     code, out, _ = ctl(capsys, "mode", "dspark-plan", "off")
-    assert code == 1
+    assert code == 3
     assert out.startswith("Agreed for step 14, which the engine has not begun yet. See `specsync ctl status`.\n")
     engine.answers["mode"] = CHANGED | {"applied": None, "changes": {}, "kept": {}}
     assert ctl(capsys, "mode", "dspark-plan", "off")[:2] == (0, "Nothing to change: the sites are so already.\n")
@@ -123,6 +123,16 @@ def test_a_refusal_is_one_error_on_stderr(engine, capsys):
     assert ctl(capsys, "sites", "all,-dspark-mem") == (1, "", "ControlError: dspark-mem stays sync: it stays.\n")
 
 
+def test_a_change_that_nobody_reported_is_no_refusal(engine, capsys):
+    engine.answers["mode"] = UnsettledError("group rank 1 did not report within 0 s that the change was made.")
+    assert ctl(capsys, "mode", "dspark-plan", "off", "--wait", "0") == (
+        3,
+        "",
+        "UnsettledError: group rank 1 did not report within 0 s that the change was made.\n"
+        "  It may be applied, or may still be: ask `specsync ctl status`.\n",
+    )
+
+
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
@@ -131,6 +141,7 @@ def test_a_refusal_is_one_error_on_stderr(engine, capsys):
         (["mode", "dspark-plan"], "ctl mode takes 2 arguments, not 1. Usage: "),
         (["status", "now"], "ctl status takes 0 arguments, not 1. Usage: "),
         (["status", "--wait", "601"], "--wait takes 0 to 600 seconds."),
+        (["status", "--socket", ""], "--socket is empty: it takes the path that the engine has in SPECSYNC_CONTROL."),
     ],
 )
 def test_usage(engine, capsys, arguments, error):

@@ -5,17 +5,20 @@ import os
 import socket
 import stat
 import struct
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
 
 import pytest
 
+from specsync_core.control import client as asking
 from specsync_core.control import listener as listening
 from specsync_core.control.client import ask, find_socket
 from specsync_core.control.listener import Listener, open_socket
 from specsync_core.control.protocol import MAX_REQUEST_BYTES, Request
-from specsync_core.errors import ControlError
+from specsync_core.errors import ControlError, UnsettledError
 
 
 class Engine:
@@ -362,3 +365,55 @@ def test_the_process_id_in_a_path_is_digits_and_nothing_else(tmp_path, engine):
     assert find_socket(f"{tmp_path}/{{pid}}/{{pid}}.sock") == twice[0].path
     for listener in (canary, nameless, *twice):
         listener.close()
+
+
+def test_what_is_no_socket_is_said_to_be_none(tmp_path):
+    (tmp_path / "notes.txt").touch()
+    for path, what in ((tmp_path, "a directory"), (tmp_path / "notes.txt", "a file of another kind")):
+        with pytest.raises(ControlError) as caught:
+            ask(str(path), Request("status"))
+        assert str(caught.value) == (
+            f"{path}: this is {what}, no socket. Give the path that the engine has in SPECSYNC_CONTROL."
+        )
+
+
+LISTENING = """
+import os, signal, socket, sys
+with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listening:
+    listening.bind(sys.argv[1])
+    listening.listen(4)
+    print(flush=True)
+    if sys.argv[2] == "stops":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    connection, _ = listening.accept()
+    if sys.argv[2] == "is mute":
+        sys.stdin.read()
+    connection.recv(4096)
+"""
+
+
+@pytest.mark.parametrize(
+    ("what", "why"),
+    [
+        ("stops", "group rank 0, process {pid}, is stopped (SIGSTOP) and cannot answer: `kill -CONT {pid}`."),
+        ("is mute", "process {pid}, which listens there, did not answer within {s:g} s."),
+        ("ends", "the connection ended before the line did."),
+    ],
+)
+@pytest.mark.parametrize("command", ["status", "mode"])
+def test_a_listener_that_gives_no_answer_is_given_up_and_named(tmp_path, monkeypatch, what, why, command):
+    """A change that was asked for there may come true, and the client says so."""
+    monkeypatch.setattr(asking, "LOOK_S", 0.3)
+    monkeypatch.setattr(asking, "CHANGE_MARGIN_S", 20.0 if what == "stops" else 0.3)
+    words = [sys.executable, "-c", LISTENING, str(tmp_path / "x.sock"), what]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        try:
+            other.stdout.readline()
+            with pytest.raises(ControlError) as caught:
+                ask(words[-2], Request(command, "all", "off", 0.0 if command == "mode" else 10.0))
+        finally:
+            other.kill()
+    said = f"{words[-2]}: {why.format(pid=other.pid, s=0.3)}"
+    if command == "mode":
+        said += "\n  It may be applied, or may still be: ask `specsync ctl status`."
+    assert (str(caught.value), type(caught.value)) == (said, UnsettledError if command == "mode" else ControlError)

@@ -9,7 +9,7 @@ import pytest
 
 from specsync_core.control import pledges
 from specsync_core.control.pledges import LEAD, Pledges
-from specsync_core.errors import ControlError, PlanMismatchError, TransportError
+from specsync_core.errors import ControlError, PlanMismatchError, TransportError, UnsettledError
 
 DIGEST = "d" * 64
 
@@ -208,6 +208,16 @@ def test_an_idle_engine_is_told_the_step_and_refuses_another_change():
     assert proposing.result == 3 + LEAD
     with pytest.raises(ControlError, match=r"another change is under way, or waits for the engine's next step\."):
         ranks[0].pledges.propose({}, DIGEST, "", 0.1)
+
+
+def test_ranks_that_may_still_change_are_no_refusal():
+    ranks = ranks_at(3, 3)
+    proposing = propose(ranks, wait_s=0.0)
+    proposing.join(5)
+    assert isinstance(proposing.result, UnsettledError)
+    assert str(proposing.result) == (
+        "group ranks 0, 1 did not report within 0 s that the change was made. Group rank 1 has ended."
+    )
 
 
 def test_a_lost_rank_ends_the_wait_of_the_others_with_its_name():
