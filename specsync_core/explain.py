@@ -2,7 +2,8 @@
 
 Two rules. A value that is a pure function of agreed values needs no broadcast; a value that came out of an all-gather
 is bit-identical on every rank. What a site decides from follows from its declaration: its cause names the input that
-can differ by itself, its phase the sites of its algorithm that it comes after. No torch.
+can differ by itself, its phase the sites of its algorithm that it comes after. Of a plugin's site the inputs are not
+known, so no fact leaves it out. No torch.
 
 What facts justify is a claim about the running system. The sites that it leaves out belong in mode audit, which proves
 or refutes it; nothing here changes a plan.
@@ -17,6 +18,7 @@ from typing import Any
 from specsync_core.errors import PolicyError, did_you_mean
 from specsync_core.facts import Facts
 from specsync_core.registry import Registry, Site
+from specsync_core.registry_files import FIRST_THIRD_PARTY_NUMBER
 
 FACTS: Mapping[str, str] = {
     "gathered-logits": "every rank's logits came out of an all-gather, so they are bit-identical",
@@ -150,6 +152,9 @@ def _inputs(site: Site, facts: Facts) -> Iterator[Input]:
         return
     if site.cause == "host":
         yield Input("the host", False, "clocks, threads and look-ups are each rank's own")
+        return
+    if site.number >= FIRST_THIRD_PARTY_NUMBER:
+        yield Input("its inputs", False, "what a plugin's site is made from is not known, so no fact leaves it out")
         return
     if site.phase == "plan":
         yield _floats("confidences", facts.gathered_confidences, facts)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any, get_args
 
 import pytest
 
@@ -13,7 +14,7 @@ from specsync_core.errors import PolicyError
 from specsync_core.explain import FACTS, explain, facts_from, judge, known_facts, minimal_sites
 from specsync_core.facts import Facts
 from specsync_core.manager import load_registry
-from specsync_core.registry import Registry, Site
+from specsync_core.registry import Cause, Kind, Phase, Registry, Site
 
 ALL = dict.fromkeys(FACTS, True)
 SLUGS = [site.slug for site in load_registry().sites]
@@ -128,14 +129,33 @@ def test_an_audit_holds_or_refutes(registry: Registry) -> None:
     assert str(refuted) == "refuted: dspark-plan has 3 mismatches in 40 checks"
 
 
+@pytest.mark.parametrize("phase", ["draft", "plan", "accept", "target", "state"])
+@pytest.mark.parametrize("cause", ["float", "rng"])
+def test_no_fact_leaves_out_a_plugins_site(phase: Any, cause: Any) -> None:
+    """It may be made from anything, such as hidden states under another name."""
+    site = Site(
+        number=1001, slug="x-site", algorithm="x", phase=phase, kind="broadcast", cause=cause, tensors=(),
+        graph=False, platforms=("cpu",), summary="of what, nobody says",
+    )  # fmt: skip
+    (found,) = explain(Registry(sites=(site,), presets={}, handles={}, sources={}), Facts(**all_true()))
+    assert found.needed
+    assert found.why.startswith("its inputs: what a plugin's site is made from is not known")
+
+
 def test_a_decision_from_nothing_known_is_not_agreed() -> None:
     site = Site(
-        number=1001, slug="x-state", algorithm="x", phase="state", kind="broadcast", cause="float", tensors=(),
+        number=999, slug="x-state", algorithm="x", phase="state", kind="broadcast", cause="float", tensors=(),
         graph=False, platforms=("cpu",), summary="of what, nobody says",
     )  # fmt: skip
     (found,) = explain(Registry(sites=(site,), presets={}, handles={}, sources={}), Facts(**all_true()))
     assert found.needed
     assert found.why == "its inputs: the declaration does not tell them"
+
+
+def test_the_page_has_every_word_of_a_site() -> None:
+    page = (Path(__file__).parents[2] / "docs/write-a-plugin.md").read_text()
+    for field, words in (("phase", get_args(Phase)), ("kind", get_args(Kind)), ("cause", get_args(Cause))):
+        assert [word for word in words if f'| `{field} = "{word}"` | ' not in page] == []
 
 
 def test_an_audit_says_what_was_called_but_not_compared(registry: Registry) -> None:
