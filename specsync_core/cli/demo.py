@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -52,6 +53,13 @@ def demo(
             " Under `specsync bisect` this goes without saying.",
         ),
     ] = False,
+    keep: Annotated[
+        Path | None,
+        typer.Option(
+            help="Keep recordings and dumps of runs that went wrong, with --once of every run, for `specsync doctor`.",
+            envvar="SPECSYNC_DUMP_DIR",
+        ),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Watch tensor-parallel ranks disagree, hang, be diagnosed, and then be kept in agreement.
@@ -63,8 +71,10 @@ def demo(
     from specsync_core.errors import PolicyError
 
     options = Options(
-        algorithm, ranks, sites, fault, steps, temperature, device, prompts, train, seed, transport, folded
+        algorithm, ranks, sites, fault, steps, temperature, device, prompts, train, seed, transport, folded, keep
     )
+    if os.environ.get("SPECSYNC_FAULTS"):
+        print("specsync: the demo does not read SPECSYNC_FAULTS; its faults are given by --fault.", file=sys.stderr)
     try:
         setup = prepare(options)
     except (DemoError, PolicyError) as error:

@@ -91,6 +91,8 @@ class World:
     weights: bytes | None = None
     """Trained target and draft as ``torch.save`` wrote them; None creates them from the seed."""
     group_timeout_s: float = 12.0
+    dumps: bool = False
+    """Each rank that stalls in a recorded job writes a dump beside its recording."""
 
 
 @dataclass

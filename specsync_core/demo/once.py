@@ -29,7 +29,7 @@ def run_once(setup: Setup, sites: str, working: Working) -> Ended:
         transport=setup.transport,
         folded=options.folded,
     )
-    with recordings_folder() as folder, closing(Runner(setup, folder, working).run([job])) as ends:
+    with recordings_folder() as folder, closing(Runner(setup, folder, working, keep_all=True).run([job])) as ends:
         return next(ends)
 
 

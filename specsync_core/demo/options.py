@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.resources import files
@@ -44,6 +45,8 @@ class Options:
     seed: int = 0
     transport: str = "auto"
     folded: bool = False
+    keep: Path | None = None
+    """Where recordings of runs that went wrong are kept; None keeps none."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,7 @@ def prepare(options: Options) -> Setup:
     algorithm = _algorithm(options.algorithm, manager)
     _check_numbers(options)
     parse_policy(options.sites, registry, "--sites")
+    _check_keep(options.keep)
     return Setup(
         options=options,
         manager=manager,
@@ -96,6 +100,18 @@ def _algorithm(name: str, manager: PluginManager) -> Algorithm:
             f" Offered by plugins: {', '.join(sorted(known)) or 'none'}. List the plugins with `specsync plugins`."
         )
     return known[name]
+
+
+def _check_keep(directory: Path | None) -> None:
+    if directory is None:
+        return
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        problem = None if os.access(directory, os.W_OK) else "nothing can be written into it"
+    except OSError as error:
+        problem = error.strerror or str(error)
+    if problem is not None:
+        raise DemoError(f"--keep (or SPECSYNC_DUMP_DIR): {directory}: {problem}. Give a directory for recordings.")
 
 
 MOST_SEED = 2**32 - 1

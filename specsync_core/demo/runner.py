@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ from typing import Any
 
 from specsync_core.demo.compare import Agreement, compare_ranks
 from specsync_core.demo.config import Job, JobResult, World
+from specsync_core.demo.keep import keep_recordings
 from specsync_core.demo.options import Setup
 from specsync_core.demo.ranks import Stop, run_world
 from specsync_core.diagnostics import Diagnosis, diagnose
@@ -33,6 +35,8 @@ class Ended:
     stop: Stop | None
     diagnosis: Diagnosis | None
     """None for a job without recordings."""
+    kept: Path | None = None
+    """Where its recordings were kept for `specsync doctor`."""
     agreement: Agreement = field(init=False)
     """Whether all ranks' tokens are the same."""
 
@@ -76,13 +80,18 @@ class Ended:
         """Say how it ended."""
         diagnosed = list(self.diagnosis.verdict) if self.diagnosis is not None and self.diagnosis.is_finding else []
         if self.stop is None:
-            return [f"It finished. All ranks' tokens are {self.agreement.describe()}.", *diagnosed]
+            return [f"It finished. All ranks' tokens are {self.agreement.describe()}.", *diagnosed, *self._kept()]
         first = "The ranks hang" if self.stop.how == "hang" else "A rank ended"
         return [
             f"{first}, and {self._how_ended()} Without the recorder one would see no more.",
             *diagnosed,
             *self._traces(),
+            *self._kept(),
         ]
+
+    def _kept(self) -> Iterator[str]:
+        if self.kept is not None:
+            yield f"Its recordings are kept. Read them yourself: specsync doctor {shlex.quote(str(self.kept))}"
 
     def _how_ended(self) -> str:
         assert self.stop is not None
@@ -108,6 +117,7 @@ class Ended:
             "exit_codes": stop.exit_codes if stop else None,
             "errors": stop.errors if stop else {},
             "diagnosis": self.diagnosis.to_dict() if self.diagnosis else None,
+            "kept": str(self.kept) if self.kept else None,
         }
 
 
@@ -117,13 +127,17 @@ class Runner:
     Args:
         folder: recordings go here, a directory per job.
         weights: trained weights, as `World` takes them.
+        keep_all: keep also the recordings of runs in which nothing was found, where the setup keeps any.
     """
 
-    def __init__(self, setup: Setup, folder: Path, working: Working, weights: bytes | None = None) -> None:
+    def __init__(
+        self, setup: Setup, folder: Path, working: Working, weights: bytes | None = None, *, keep_all: bool = False
+    ) -> None:
         self._setup = setup
         self._folder = folder
         self._working = working
         self._weights = weights
+        self._keep_all = keep_all
 
     def run(self, jobs: Sequence[Job]) -> Generator[Ended, None, None]:
         """Yield the end of each job, in order. After a stop, or where ranks drifted, the rest gets fresh ranks."""
@@ -141,8 +155,9 @@ class Runner:
         setup = self._setup
         steps = {job.name: job.steps for job in jobs}
         world = World(
-            setup.options.ranks, setup.device, setup.options.seed, setup.prompts, tuple(jobs), weights=self._weights
-        )
+            setup.options.ranks, setup.device, setup.options.seed, setup.prompts, tuple(jobs),
+            weights=self._weights, dumps=setup.options.keep is not None,
+        )  # fmt: skip
         ends = run_world(
             world,
             self._folder,
@@ -153,7 +168,13 @@ class Runner:
             for end in ends:
                 codes = end.stop.exit_codes if end.stop else None
                 diagnosis = diagnose(self._folder / end.job.name, codes) if end.job.recorded else None
-                yield Ended(end.job, end.ranks, end.stop, diagnosis)
+                yield Ended(end.job, end.ranks, end.stop, diagnosis, self._keep(end.job, diagnosis))
+
+    def _keep(self, job: Job, diagnosis: Diagnosis | None) -> Path | None:
+        directory = self._setup.options.keep
+        if directory is None or diagnosis is None or not (diagnosis.is_finding or self._keep_all):
+            return None
+        return keep_recordings(self._folder / job.name, directory)
 
 
 def last_words(log: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import count
@@ -22,6 +22,7 @@ from specsync_core.demo.plain import PlainSpeculator
 from specsync_core.demo.scheduler import Request, Scheduler
 from specsync_core.demo.tensor_parallel import GroupCollectives
 from specsync_core.diagnostics import FaultInjector, Recorder, parse_faults, recording_path
+from specsync_core.diagnostics.watchdog import Watchdog
 from specsync_core.facts import Facts
 from specsync_core.groups import ParallelGroups, TorchGroup
 from specsync_core.manager import PluginManager, load_registry, plugin_manager
@@ -29,6 +30,9 @@ from specsync_core.plan import Plan, resolve_plan
 from specsync_core.policy_file import PolicyFile, PolicyTables
 from specsync_core.registry import Registry
 from specsync_core.sync import SpecTpSync, Tap
+
+DUMP_AFTER_S = 1.0
+"""Sooner than the parent calls a rank that does not move a hang, and ends it."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +97,7 @@ class Rank:
         injector = FaultInjector(parse_faults(job.fault, self.registry, "--fault"), self.rank, allowed=True)
         taps: list[Tap] = [*([injector] if injector.faults else []), *([recorder] if recorder else [])]
         sync = SpecTpSync(ParallelGroups(tp=TorchGroup(self.groups.tp, self.groups.cpu)), plan, taps=taps)
-        with recorder or nullcontext():
+        with recorder or nullcontext(), self._watchdog(recorder, sync):
             engine = self._engine(job, sync, recorder)
             on_step(0)
             outcome = engine.run(job.steps, on_step)
@@ -112,6 +116,16 @@ class Rank:
             transports={requested: choice.transport.name for requested, choice in sync.transports.items()},
             unfired=injector.unfired(),
         )
+
+    def _watchdog(self, recorder: Recorder | None, sync: SpecTpSync) -> AbstractContextManager[object]:
+        """What writes a dump when this rank stalls."""
+        if recorder is None or not self.world.dumps:
+            return nullcontext()
+
+        def stats() -> dict[str, dict[str, object]]:
+            return {slug: each.as_dict() for slug, each in sync.stats(wait=False).items() if each.calls}
+
+        return closing(Watchdog(recorder, DUMP_AFTER_S, stats=stats, on_signal=False))
 
     def _recorder(self, job: Job, plan: Plan) -> Recorder:
         return Recorder(

@@ -17,6 +17,7 @@ import pytest
 from specsync_core.demo.config import Job
 from specsync_core.demo.options import Options, prepare
 from specsync_core.demo.runner import Ended, Runner
+from specsync_core.diagnostics import diagnose
 
 COMMAND = [sys.executable, "-m", "specsync_core.cli", "demo"]
 
@@ -161,6 +162,22 @@ class TestCommand:
         assert "First divergence: dflash-target, step 0" in done.stdout
         assert "--sites leaves these off, so nothing heals them: dflash-selector" in done.stdout
         assert "The story did NOT hold" in done.stdout
+
+    def test_what_is_kept_is_what_the_doctor_reads(self, environment: dict[str, str], tmp_path: Path) -> None:
+        kept = tmp_path / "kept"
+        changes = {"SPECSYNC_DUMP_DIR": str(kept), "SPECSYNC_FAULTS": "dspark-plan:rank=0:drop"}
+        options = ["--once", "--sites", "off", "--steps", "16"]
+        command = [*COMMAND, *options]
+        done = subprocess.run(command, env=environment | changes, capture_output=True, text=True, timeout=110)
+        assert done.returncode == 1, done.stderr
+        (run,) = kept.iterdir()
+        assert f"Read them yourself: specsync doctor {run}\n" in done.stderr
+        assert "the demo does not read SPECSYNC_FAULTS; its faults are given by --fault." in done.stderr
+        found = diagnose(run)
+        assert (found.finding, found.site, found.step) == ("drift-hang", "dspark-accept-greedy", 8)
+        assert "Rank 0's main thread, at " in found.text, "each rank wrote a dump while it hung"
+        assert "Rank 1's main thread, at " in found.text
+        assert found.headline.endswith(", and the ranks hung, and are gone now.")
 
     def test_bad_input_is_usage_and_starts_nothing(self, environment: dict[str, str], tmp_path: Path) -> None:
         done = subprocess.run([*COMMAND, "--ranks", "3"], env=environment, capture_output=True, text=True, timeout=60)

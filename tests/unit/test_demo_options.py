@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from specsync_core.algorithm import Algorithm
+from specsync_core.demo.keep import MOST_KEPT, keep_recordings
 from specsync_core.demo.options import DemoError, Options, default_fault, prepare, read_prompts
+from specsync_core.diagnostics.runs import runs_in
 from specsync_core.errors import PolicyError
 from specsync_core.registry import Registry
 
@@ -45,6 +47,31 @@ GOOD = Options()
 def test_a_bad_option_is_refused(change: dict[str, object], words: str) -> None:
     with pytest.raises((DemoError, PolicyError), match=r"(?s)" + words):
         prepare(replace(GOOD, **change))  # type: ignore[arg-type]
+
+
+def test_a_directory_that_cannot_hold_recordings_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(
+        DemoError, match=r"--keep \(or SPECSYNC_DUMP_DIR\): .*/file/x: .* Give a directory for recordings"
+    ):
+        prepare(replace(GOOD, keep=tmp_path / "file" / "x"))
+    assert prepare(replace(GOOD, keep=tmp_path / "new" / "one")).options.keep is not None
+    assert (tmp_path / "new" / "one").is_dir()
+
+
+def test_recordings_and_dumps_alone_are_kept_and_old_runs_go(tmp_path: Path) -> None:
+    recordings, kept = tmp_path / "sync off", tmp_path / "kept"
+    recordings.mkdir()
+    for name in ("rank-0000.specsync", "rank-0000.dump.json", "rank-0000.dump.12.tmp"):
+        (recordings / name).write_text("x")
+    kept.mkdir()
+    (kept / "mine.txt").touch()
+    for _ in range(MOST_KEPT + 1):
+        run = keep_recordings(recordings, kept)
+    assert sorted(path.name for path in run.iterdir()) == ["rank-0000.dump.json", "rank-0000.specsync"]
+    assert len(runs_in(kept)) == MOST_KEPT
+    assert run.is_dir()
+    assert (kept / "mine.txt").exists()
 
 
 class TestCuda:
