@@ -59,7 +59,7 @@ def decided_in(engine: str | None, algorithm: str | None, facts: Facts, manager:
     """
     from specsync_core.engines.known import ENGINES  # not before it is needed: the command has to begin quickly
 
-    if engine not in ENGINES:
+    if engine is None or engine not in ENGINES:
         return None
     found = _point_sites(engine, algorithm, facts, manager)
     if not found and algorithm is not None:
