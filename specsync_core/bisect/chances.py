@@ -55,6 +55,13 @@ def _root(rising: Callable[[float], float], value: float) -> float:
     return (low + high) / 2
 
 
+def chance_of_excess(bad: int, runs: int, other_bad: int, other_runs: int) -> float:
+    """Return how likely so many bad runs or more are where a set is bad as often as others (Fisher's exact test)."""
+    every, bads = runs + other_runs, bad + other_bad
+    ways = sum(math.comb(runs, k) * math.comb(other_runs, bads - k) for k in range(bad, min(runs, bads) + 1))
+    return ways / math.comb(every, bads)
+
+
 def runs_to_clear(rate: float, error: float) -> int:
     """Return how many good runs in a row a set with this bad rate shows with a probability of ``error`` at most."""
     if rate >= 1.0:

@@ -90,7 +90,7 @@ class Judge:
 
 def _words(seen: Seen) -> str:
     if seen.exit_code is None:
-        return f"time-out after {seen.seconds:.0f} s"
+        return f"time-out after {seen.seconds:.2g} s" if seen.seconds < 10 else f"time-out after {seen.seconds:.0f} s"
     if seen.exit_code == 0:
         return "output other than expected"
     if seen.exit_code < 0:

@@ -96,10 +96,12 @@ class Pool:
 
     Args:
         command: a program with its arguments.
+        directory: where it runs; None leaves it to this process.
     """
 
-    def __init__(self, command: Sequence[str]) -> None:
+    def __init__(self, command: Sequence[str], directory: str | None = None) -> None:
         self._command = list(command)
+        self._directory = directory
         self.children: list[Child] = []
         self._guard = subprocess.Popen(
             [sys.executable, "-I", "-S", guard.__file__],
@@ -139,6 +141,7 @@ class Pool:
                 process = subprocess.Popen(
                     self._command,
                     env=environment,
+                    cwd=self._directory,
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=errors,
@@ -172,6 +175,8 @@ class Pool:
 class Interrupts:
     """Counts SIGINT, SIGTERM and SIGHUP instead of dying of them, while the context lasts.
 
+    One that is ignored (``nohup``) stays ignored.
+
     Args:
         heard: called with the number of signals so far; from a signal handler, so it must be quick.
     """
@@ -186,7 +191,11 @@ class Interrupts:
         self._before: dict[int, object] = {}
 
     def __enter__(self) -> Interrupts:
-        self._before = {number: signal.signal(number, self._note) for number in self.SIGNALS}
+        self._before = {
+            number: signal.signal(number, self._note)
+            for number in self.SIGNALS
+            if signal.getsignal(number) is not signal.SIG_IGN
+        }
         return self
 
     def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:

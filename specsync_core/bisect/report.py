@@ -26,8 +26,10 @@ class Asked(Record):
     sites: tuple[str, ...] = Field(strict=False)
     """Slugs of the candidates."""
     expect: str | None = None
-    """The path of the expected output, as given."""
+    """The path of the expected output."""
     expect_sha256: str | None = None
+    directory: str | None = None
+    """Where the command runs."""
 
     def differences(self, other: Asked) -> list[str]:
         """Name what another one asks otherwise."""
@@ -162,6 +164,29 @@ def check_same(report: Report, asked: Asked, path: Path) -> None:
     """
     if differences := asked.differences(report.asked):
         raise BisectError(f"{path}: the report is of another bisection: {'; '.join(differences)}. {_ANEW}")
+
+
+def trials_to_go_on_with(report: Report, runs: int) -> tuple[Trial, ...]:
+    """Return the trials, without those that ended the bisection at an end point: what was wrong may be mended by now.
+
+    They stay as aborted ones, for their numbers are used up. With all off good, more ``runs`` go on from what there is.
+    """
+
+    def is_refused(trial: Trial) -> bool:
+        if report.status == "untestable":
+            return trial.outcome == "untestable"
+        if report.status == "on-is-bad":
+            return trial.outcome == "bad" and not trial.off
+        if report.status == "off-is-good" and runs <= report.options.runs:
+            return trial.outcome == "good" and trial.off == frozenset(report.asked.sites)
+        return False
+
+    return tuple(
+        trial.model_copy(update={"outcome": "aborted", "counts": None, "detail": f"{trial.detail}; tried again"})
+        if is_refused(trial)
+        else trial
+        for trial in report.trials
+    )
 
 
 def _shown(value: object) -> str:

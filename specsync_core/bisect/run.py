@@ -16,11 +16,12 @@ from specsync_core.bisect.core import Bisection, Next
 from specsync_core.bisect.evidence import Evidence, read_evidence
 from specsync_core.bisect.hitting import Sites
 from specsync_core.bisect.judge import Judge, Seen
+from specsync_core.bisect.last_words import first_difference, last_line
 from specsync_core.bisect.processes import POLL_S, Child, Interrupts, Pool
 from specsync_core.bisect.report import Answer, Asked, Options, Report, SetChecked, SetFound, save_report
 from specsync_core.bisect.search import Limits, Verdict
 from specsync_core.bisect.trials import Trial, policy_of
-from specsync_core.bisect.words import Summary, tell_state, tell_trial
+from specsync_core.bisect.words import Summary, tell_start, tell_state, tell_trial
 from specsync_core.errors import BisectError
 from specsync_core.registry import Registry, Site
 
@@ -74,14 +75,21 @@ class Run:
         self._number = max((trial.number for trial in self.trials), default=0)
         self._expected = _read_expected(self.task.asked)
 
+    def begin(self) -> None:
+        """Save the report once, before hours are spent.
+
+        Raises:
+            BisectError: it cannot be written.
+        """
+        self._save("running")
+
     def finish(self) -> Report:
         """Run until the answer is there, or a signal comes; the report is saved in any case.
 
         Raises:
             BisectError: the command cannot be run, sets a policy of its own, or the report cannot be written.
         """
-        self._save("running")  # before hours are spent
-        with Interrupts() as interrupts, Pool(self.task.asked.command) as pool:
+        with Interrupts() as interrupts, Pool(self.task.asked.command, self.task.asked.directory) as pool:
             try:
                 self._go_on(pool, interrupts)
             except BaseException:
@@ -103,6 +111,8 @@ class Run:
 
     def _abort(self, pool: Pool, interrupts: Interrupts) -> None:
         """End what still runs: in order, and at once when a second signal comes."""
+        if interrupts.count and pool.children:
+            self._tell("ending the runs; Ctrl-C again does not wait")
         for child in pool.children:
             child.abort()
         while pool.children:
@@ -147,18 +157,22 @@ class Run:
             "SPECSYNC_STATS_DIR": mark,
             "SPECSYNC_TRIAL": str(number),
         }
-        return pool.start(folder, variables, mark, self.judge.limit_s)
+        child = pool.start(folder, variables, mark, self.judge.limit_s)
+        self._tell(tell_start(number, planned, child.limit_s, self.bisection))
+        return child
 
     def _take(self, child: Child) -> None:
         _, planned, number = self._running.pop(child.group)
         evidence = read_evidence(Path(child.mark), self.task.registry.sites, child.began_at_s)
         self._check_policy(evidence, planned, number)
         code = None if child.timed_out else child.exit_code
-        seen = Seen(code, child.seconds, evidence, self._is_expected(child, code))
+        output = self._compared_output(child, code)
+        seen = Seen(code, child.seconds, evidence, None if output is None else output == self._expected)
         outcome, how, detail = self.judge.judge(seen, planned.off)
         trial = Trial(
             number=number, off=planned.off, audited=planned.audited, outcome=outcome, how=how, detail=detail,
             seconds=round(child.seconds, 3), counts=evidence.counts,
+            said="" if outcome == "good" else self._said(child, output),
         )  # fmt: skip
         if outcome == "good":
             shutil.rmtree(child.folder, ignore_errors=True)
@@ -166,9 +180,12 @@ class Run:
         self.judge.learn(self.trials)
         self.bisection.record(trial)
         self._save("running")
-        self.say(tell_trial(trial, self.bisection))
+        self._tell(tell_trial(trial, self.bisection))
         if self.bisection.verdict is None:
-            self.say(f"    {tell_state(self.bisection, self.task.options.parallel)}")
+            self.say(f"    {tell_state(self.bisection, self.task.options.parallel, self.judge.limit_s)}")
+
+    def _tell(self, line: str) -> None:
+        self.say(f"{time.strftime('%H:%M:%S')} {line}")
 
     def _check_policy(self, evidence: Evidence, planned: Next, number: int) -> None:
         """Stop when the command did not run what it was told to: all that it shows would be about something else."""
@@ -182,23 +199,31 @@ class Run:
                     f" said {wanted}: it sets a policy of its own. Let it take the environment's."
                 )
 
-    def _is_expected(self, child: Child, code: int | None) -> bool | None:
+    def _compared_output(self, child: Child, code: int | None) -> bytes | None:
         if self._expected is None or code != 0:
             return None
         with (child.folder / "stdout").open("rb") as file:
-            return file.read(OUTPUT_BYTES) == self._expected
+            return file.read(OUTPUT_BYTES)
+
+    def _said(self, child: Child, output: bytes | None) -> str:
+        if output is not None and self._expected is not None:
+            return first_difference(output, self._expected)
+        return last_line(child.folder / "stderr")
 
     # --- the report -------------------------------------------------------------------------------------
 
     def _save(self, status: Any) -> Report:
         verdict = self.bisection.verdict
-        summary = () if verdict is None else tuple(Summary(self.bisection, verdict, self.judge.is_blind).lines())
+        summary = () if verdict is None else tuple(self._summary(verdict).lines())
         report = Report(
             specsync=self.task.specsync, asked=self.task.asked, options=self.task.options, status=status,
             summary=summary, answer=None if verdict is None else self._answer(verdict), trials=tuple(self.trials),
         )  # fmt: skip
         save_report(report, self.task.report)
         return report
+
+    def _summary(self, verdict: Verdict) -> Summary:
+        return Summary(self.bisection, verdict, self.judge.is_blind, self.task.folder)
 
     def _answer(self, verdict: Verdict) -> Answer:
         knowledge = self.bisection.knowledge

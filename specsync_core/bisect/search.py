@@ -8,10 +8,10 @@ trials, and trials that end in another order do no harm.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from specsync_core.bisect.chances import SequentialTest, lower_bound, share
+from specsync_core.bisect.chances import SequentialTest, chance_of_excess, lower_bound, share
 from specsync_core.bisect.hitting import Sites, hitting_sets, minimal
 from specsync_core.bisect.knowledge import Knowledge
 from specsync_core.bisect.order import Suspicion
@@ -64,7 +64,7 @@ class Found:
 
     sites: Sites
     confirmed: bool
-    """It was bad often enough for the confidence; else `Limits.runs` came first."""
+    """It was bad often enough for the confidence, and more often than with all on; else `Limits.runs` came first."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +88,17 @@ class Verdict:
     checks: tuple[Check, ...] = ()
     rate: float | None = None
     """Sets that are bad this often or more are found, at the confidence."""
+
+    @property
+    def sure(self) -> bool:
+        """Whether every set and every check is as sure as asked for."""
+        return all(each.confirmed for each in self.found) and all(each.status == "clear" for each in self.checks)
+
+
+def noise_runs(knowledge: Knowledge, checks: Sequence[Check]) -> tuple[int, int]:
+    """Return bad runs and runs that no set found explains: with all sites on, and those of the last checks."""
+    counts = [knowledge.own(off) for off in {frozenset[str](), *(check.off for check in checks)}]
+    return sum(bad for bad, _ in counts), sum(runs for _, runs in counts)
 
 
 class _Unanswered(Exception):  # noqa: N818 - a way out of the search, no error
@@ -197,7 +208,23 @@ class Search:
                 checks.append(Check(kept, off, status))
             else:
                 assert self.test is not None
-                return Verdict("found", found=tuple(family), checks=tuple(checks), rate=self.test.rate)
+                noise = noise_runs(self.knowledge, checks)
+                found = [replace(each, confirmed=each.confirmed and self._stands_out(each, *noise)) for each in family]
+                return Verdict("found", found=tuple(found), checks=tuple(checks), rate=self.test.rate)
+
+    def _stands_out(self, found: Found, bad: int, runs: int) -> bool:
+        """Whether a set is bad more often than what no set explains; it and all on are run, in turns, until it is."""
+        tally = self.knowledge.tally(found.sites)
+        if chance_of_excess(tally.bad, tally.runs, bad, runs) <= self._error:
+            return True
+        self.stage = f"comparing {', '.join(sorted(found.sites))} off with all sites on"
+        everything_on: Sites = frozenset()
+        # A set that counts alone have shown is not run: no hang is needed for it.
+        sets = [everything_on, found.sites] if self.knowledge.own(found.sites)[1] else [everything_on]
+        needs = tuple((each, 1) for each in sets if self.knowledge.own(each)[1] < self.limits.runs)
+        if needs:
+            raise _Unanswered(Question(self.stage, needs))
+        return False
 
     def _is_settled_bad(self, off: Sites) -> bool:
         """Whether the bad runs of a set are more than noise; it is run again until that shows."""

@@ -60,6 +60,8 @@ class Trial(Record):
     detail: str = ""
     """In words: ``exit code 1``, ``time-out after 40 s``."""
     seconds: float = 0.0
+    said: str = ""
+    """Of one that was not good: the last line of its standard error, or the first line other than expected."""
     counts: Counts | None = None
 
     @property

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 
 from specsync_core.bisect.chances import upper_bound
-from specsync_core.bisect.core import Bisection
+from specsync_core.bisect.core import Bisection, Next
 from specsync_core.bisect.hitting import Sites
-from specsync_core.bisect.search import Check, Found, Verdict
+from specsync_core.bisect.search import Check, Found, Verdict, noise_runs
 from specsync_core.bisect.trials import Trial
 
 MOST_NAMED = 4
@@ -35,11 +36,20 @@ def listed(slugs: Iterable[str]) -> str:
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
 
 
+def tell_start(number: int, planned: Next, limit_s: float, bisection: Bisection) -> str:
+    """One line about a trial that begins."""
+    what = _what(planned.off, planned.audited, bisection)
+    return f"trial {number}: {what}: started, at most {_duration(limit_s)}"
+
+
+def _what(off: Sites, audited: bool, bisection: Bisection) -> str:
+    name = name_off(off, bisection)
+    return f"{name.removesuffix(' off')} only audited" if audited else name
+
+
 def tell_trial(trial: Trial, bisection: Bisection) -> str:
     """One line about a trial that has ended."""
-    what = name_off(trial.off, bisection)
-    if trial.audited:
-        what = what.removesuffix(" off") + " only audited"
+    what = _what(trial.off, trial.audited, bisection)
     line = f"trial {trial.number}: {what}: {trial.outcome} ({trial.detail}, {_duration(trial.seconds)})"
     if trial.counts is not None and trial.counts.differed:
         shown = [*trial.counts.differed[:MOST_NAMED]]
@@ -48,25 +58,33 @@ def tell_trial(trial: Trial, bisection: Bisection) -> str:
     return line
 
 
-def tell_state(bisection: Bisection, parallel: int) -> str:
-    """What is known so far, what is being looked at, and how long it may take."""
+def tell_state(bisection: Bisection, parallel: int, limit_s: float) -> str:
+    """What is known so far, what is being looked at, and how long it may take.
+
+    Args:
+        limit_s: what a run may take: the price of a bad one as long as there was none, for it may hang.
+    """
     search = bisection.search
     known = [listed(each.sites) for each in search.found]
     parts = [f"known to matter: {'; '.join(known)}"] if known else []
     parts.append(f"now {search.stage}")
     if search.narrowed and len(search.narrowed) <= MOST_NAMED:
         parts.append(f"suspects: {listed(search.narrowed)}")
-    good, bad = bisection.expected_left()
-    if good + bad:
-        seconds = good * _mean(bisection, "good") + bad * _mean(bisection, "bad")
-        parts.append(f"about {_count(good + bad, 'more run')}, {_duration(seconds / min(parallel, good + bad))}")
+    parts += _time_left(bisection, parallel, limit_s)
     return "; ".join(parts)
 
 
-def _mean(bisection: Bisection, outcome: str) -> float:
-    trials = bisection.knowledge.trials
-    taken = [trial.seconds for trial in trials if trial.outcome == outcome] or [trial.seconds for trial in trials]
-    return sum(taken) / len(taken) if taken else 0.0
+def _time_left(bisection: Bisection, parallel: int, limit_s: float) -> Iterator[str]:
+    good, bad = bisection.expected_left()
+    if not good + bad:
+        return
+    seconds = good * _mean(bisection, "good", limit_s) + bad * _mean(bisection, "bad", limit_s)
+    yield f"about {_count(good + bad, 'more run')}, {_duration(seconds / min(parallel, good + bad))}"
+
+
+def _mean(bisection: Bisection, outcome: str, unseen_s: float) -> float:
+    taken = [trial.seconds for trial in bisection.knowledge.trials if trial.outcome == outcome]
+    return sum(taken) / len(taken) if taken else unseen_s
 
 
 def _duration(seconds: float) -> str:
@@ -78,7 +96,10 @@ def _duration(seconds: float) -> str:
 class Summary:
     """The answer in sentences."""
 
-    def __init__(self, bisection: Bisection, verdict: Verdict, is_blind: bool = False) -> None:
+    def __init__(
+        self, bisection: Bisection, verdict: Verdict, is_blind: bool = False, folder: Path | None = None
+    ) -> None:
+        self._folder = folder
         self._bisection = bisection
         self._knowledge = bisection.knowledge
         self._verdict = verdict
@@ -124,9 +145,11 @@ class Summary:
         for check in checks:
             text = self._check(check, listed(check.kept))
             yield f"{text[0].upper()}{text[1:]}."
-        if not all(each.confirmed for each in self._verdict.found) or any(
-            c.status != "clear" for c in self._verdict.checks
-        ):
+        yield from self._sureness()
+        yield self._noise()
+
+    def _sureness(self) -> Iterator[str]:
+        if not self._verdict.sure:
             yield (
                 f"So not everything here is {_percent(self._confidence)} sure: the bounds above say how sure it is."
                 " Raise --runs and add --resume for more."
@@ -137,6 +160,13 @@ class Summary:
             f"Error rate: at most {_percent(1 - self._confidence)} that a set named here does not matter, or that one"
             f" is missing which is bad in {_percent(self._verdict.rate)} of its runs or more."
         )
+
+    def _noise(self) -> str:
+        """How often runs are bad that no set found explains: the sets were compared with these."""
+        on_bad, on_runs = self._knowledge.own(frozenset())
+        bad, runs = noise_runs(self._knowledge, self._verdict.checks)
+        more = f", and {bad - on_bad} of {runs - on_runs} with only the above on" if runs > on_runs else ""
+        return f"Noise: all on, {on_bad} of {_count(on_runs, 'run')} bad{more}{self._bound(bad, runs)}."
 
     def _set(self, found: Found) -> str:
         bad, runs = self._knowledge.own(found.sites)
@@ -206,8 +236,9 @@ class Summary:
         bad, runs = self._knowledge.own(candidates)
         tally = self._knowledge.tally(candidates)
         counted = f", and {tally.by_counts} more count as such, for no rank differed in them" if tally.by_counts else ""
+        are = "run is" if runs == 1 else "runs are"
         yield (
-            f"With {name_off(candidates, self._bisection)}, {bad} of {runs} runs are bad{counted}, and it should be"
+            f"With {name_off(candidates, self._bisection)}, {bad} of {runs} {are} bad{counted}, and it should be"
             f" bad: none of these sites was seen to matter{self._bound(tally.bad, tally.runs)}. Where it is rarer than"
             " that, raise --runs; where it is not one of these sites, widen --sites; and `specsync doctor` looks at the"
             " transport."
@@ -221,12 +252,16 @@ class Summary:
         )
 
     def _last_words(self, sites: Sites) -> str:
-        details = [
-            trial.detail
-            for trial in self._knowledge.trials
-            if trial.off == sites and trial.outcome in ("bad", "untestable")
+        ended = [
+            trial for trial in self._knowledge.trials if trial.off == sites and trial.outcome in ("bad", "untestable")
         ]
-        return f"Last: {details[-1]}." if details else ""
+        if not ended:
+            return ""
+        last = ended[-1]
+        text = f"Last: {last.detail}{f': {last.said}' if last.said else ''}."
+        if self._folder is not None:
+            text += f" Its output is in {self._folder / f'{last.number:04d}'}."
+        return f"{text} Where it needs longer, raise --timeout." if last.how == "time-out" else text
 
     # --- evidence ---
 

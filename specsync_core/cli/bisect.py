@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shlex
 import shutil
 import sys
 from collections.abc import Sequence
@@ -15,11 +17,15 @@ from specsync_core.cli.output import JsonOption, UsageError, print_json
 
 if TYPE_CHECKING:
     from specsync_core.bisect.report import Asked, Options, Report
+    from specsync_core.bisect.run import Run
     from specsync_core.bisect.trials import Trial
     from specsync_core.registry import Registry
 
 CONTEXT_SETTINGS = {"allow_interspersed_args": False}
 """The first word that is no option begins the command, whose options are its own."""
+
+UNSURE = 3
+"""Exit code where sets were found, and --runs was too few to be as sure as asked for."""
 
 DEFAULT_RUNS, DEFAULT_CONFIDENCE, DEFAULT_PARALLEL = 60, 0.99, 1
 
@@ -70,22 +76,30 @@ def bisect(
       specsync bisect --resume
 
     Exit code 0: every minimal set was found. 1: an end point is not so, or
-    cannot be tested. 2: usage. 130: interrupted.
+    cannot be tested. 2: usage. 3: the sets found are not as sure as asked
+    for. 128 and the signal's number, as 130 after Ctrl-C: interrupted.
     """
+    from contextlib import ExitStack
+
+    from specsync_core.bisect.lock import hold
     from specsync_core.bisect.run import Run, Task
     from specsync_core.errors import BisectError
     from specsync_core.manager import load_registry, plugin_manager
 
     registry = load_registry(plugin_manager())
-    try:
-        given = _Given(command or [], sites, timeout, runs, confidence, parallel, expect, report, resume, registry)
-        asked, options, trials = given.settle()
-        task = Task(asked, options, registry, report, specsync_core.__version__)
-    except BisectError as error:
-        raise UsageError(str(error)) from error
-    _warn_of_environment()
-    session = Run(task, trials, lambda line: print(line, file=sys.stderr, flush=True))
-    _show(session.finish(), report, session.signal, as_json)
+    with ExitStack() as held:
+        try:
+            given = _Given(command or [], sites, timeout, runs, confidence, parallel, expect, report, resume, registry)
+            held.enter_context(hold(report))
+            asked, options, trials = given.settle()
+            task = Task(asked, options, registry, report, specsync_core.__version__)
+            session = Run(task, trials, lambda line: print(line, file=sys.stderr, flush=True))
+            session.begin()
+        except BisectError as error:
+            raise UsageError(str(error)) from error
+        _warn_of_environment()
+        end = session.finish()
+    _show(end, report, session, as_json)
 
 
 class _Given:
@@ -111,7 +125,7 @@ class _Given:
 
     def settle(self) -> tuple[Asked, Options, tuple[Trial, ...]]:
         """Check everything before anything runs."""
-        from specsync_core.bisect.report import check_same, load_report
+        from specsync_core.bisect.report import check_same, load_report, trials_to_go_on_with
 
         if not self.resume:
             if self.report.exists():
@@ -120,9 +134,9 @@ class _Given:
                 )
             return self._asked(None), self._options(None), ()
         old = load_report(self.report, specsync_core.__version__)
-        asked = self._asked(old)
+        asked, options = self._asked(old), self._options(old)
         check_same(old, asked, self.report)
-        return asked, self._options(old), old.trials
+        return asked, options, trials_to_go_on_with(old, options.runs)
 
     def _asked(self, old: Report | None) -> Asked:
         from specsync_core.bisect.report import Asked
@@ -131,7 +145,11 @@ class _Given:
         command = self.command or (list(old.asked.command) if old else [])
         if not command:
             raise UsageError("give a command behind `--`, e.g. `specsync bisect -- python serve_and_load.py`.")
-        if shutil.which(command[0]) is None:
+        directory = (old.asked.directory if old else None) or str(Path.cwd())
+        if not Path(directory).is_dir():
+            raise UsageError(f"{directory}: the command ran in this directory, which is gone. Begin anew elsewhere.")
+        program = os.path.join(directory, command[0]) if os.sep in command[0] else command[0]
+        if shutil.which(program) is None:
             raise UsageError(f"{command[0]}: there is no such program. Give one and its arguments behind `--`.")
         expect = self.expect or (Path(old.asked.expect) if old and old.asked.expect else None)
         slugs = (
@@ -140,8 +158,9 @@ class _Given:
         return Asked(
             command=tuple(command),
             sites=tuple(slugs),
-            expect=None if expect is None else str(expect),
+            expect=None if expect is None else str(expect.absolute()),
             expect_sha256=None if expect is None else fingerprint(expect),
+            directory=directory,
         )
 
     def _slugs(self, text: str) -> list[str]:
@@ -149,6 +168,8 @@ class _Given:
         from specsync_core.errors import PolicyError
         from specsync_core.policy import parse_sites
 
+        if ":" in text:
+            raise UsageError(f"--sites: '{text}' gives a mode; candidates have none, each run turns them on and off.")
         try:
             named = parse_sites(text, self.registry, "--sites")
         except PolicyError as error:
@@ -185,15 +206,19 @@ def _warn_of_environment() -> None:
         print(f"note: {sites.origin}={sites.value!r} of this shell is replaced in every run.", file=sys.stderr)
 
 
-def _show(end: Report, path: Path, signal: int, as_json: bool) -> None:
+def _show(end: Report, path: Path, session: Run, as_json: bool) -> None:
     if as_json:
         print_json(end.model_dump(mode="json"))
     elif end.summary:
         print("\n".join(end.summary))
     if end.status == "interrupted":
-        again = "specsync bisect --resume" + ("" if path.name == "specsync-bisect.json" else f" --report {path}")
+        again = "specsync bisect --resume"
+        if path.absolute() != Path("specsync-bisect.json").absolute():
+            again += f" --report {shlex.quote(str(path))}"
         print(f"interrupted; every run was ended. To go on: {again}", file=sys.stderr)
-        raise typer.Exit(128 + signal)
+        raise typer.Exit(128 + session.signal)
     print(f"report: {path}", file=sys.stderr)
     if end.status != "found":
         raise typer.Exit(1)
+    if session.bisection.verdict is not None and not session.bisection.verdict.sure:
+        raise typer.Exit(UNSURE)

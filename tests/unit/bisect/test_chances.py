@@ -10,7 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specsync_core.bisect.chances import SequentialTest, lower_bound, runs_to_clear, share, tail, upper_bound
+from specsync_core.bisect.chances import (
+    SequentialTest,
+    chance_of_excess,
+    lower_bound,
+    runs_to_clear,
+    share,
+    tail,
+    upper_bound,
+)
 
 
 @pytest.mark.parametrize(
@@ -90,3 +98,12 @@ def test_how_many_bad_runs_are_still_needed() -> None:
     assert test.is_bad(needed, 0, 0.0025)
     assert not test.is_bad(needed - 1, 0, 0.0025)
     assert test.bad_still_needed(needed, 0, 0.0025) == 0
+
+
+@pytest.mark.parametrize(
+    ("counts", "chance"),
+    # scipy.stats.fisher_exact(alternative="greater"), and for all against none 1 / comb(runs, bad)
+    [((2, 2, 0, 3), 0.1), ((3, 3, 0, 15), 1 / 816), ((0, 4, 2, 9), 1.0), ((3, 4, 1, 4), 17 / 70)],
+)
+def test_the_chance_of_an_excess(counts: tuple[int, int, int, int], chance: float) -> None:
+    assert chance_of_excess(*counts) == pytest.approx(chance)

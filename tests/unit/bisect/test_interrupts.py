@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from specsync_core.bisect.processes import Interrupts
 from tests.unit.bisect.oracles import A
 from tests.unit.bisect.toy import processes_with, toy, wait_for
 
@@ -63,7 +65,8 @@ def test_a_signal_ends_every_run_and_saves(tmp_path: Path, asleep: subprocess.Po
     asleep.send_signal(number)
     _, err = asleep.communicate(timeout=60)
     assert asleep.returncode == 128 + number
-    assert "interrupted; every run was ended. To go on: specsync bisect --resume" in err
+    assert "interrupted; every run was ended. To go on: specsync bisect --resume\n" in err
+    assert re.search(r"^\d\d:\d\d:\d\d ending the runs; Ctrl-C again does not wait$", err, re.MULTILINE)
     assert nothing_left(tmp_path)
     saved = report(tmp_path)
     assert saved["status"] == "interrupted"
@@ -79,6 +82,30 @@ def test_a_second_signal_does_not_wait_for_a_stubborn_run(tmp_path: Path, asleep
     assert asleep.returncode == 130
     assert nothing_left(tmp_path)
     assert report(tmp_path)["status"] == "interrupted"
+
+
+def test_a_signal_that_is_ignored_stays_ignored() -> None:
+    """As under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Interrupts() as interrupts:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert signal.getsignal(signal.SIGINT) == interrupts._note
+        assert interrupts.count == 0
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_the_way_on_names_the_report_wherever_it_is(tmp_path: Path, log: Path) -> None:
+    (tmp_path / "an out").mkdir()
+    command = toy(tmp_path, [A], how="sleeps", log=log)
+    path = "an out/specsync-bisect.json"
+    process = start(tmp_path, "--sites", "dspark", "--report", path, "--", *command)
+    wait_for((log / "asleep").exists, 60)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert err.endswith(f"To go on: specsync bisect --resume --report '{path}'\n")
 
 
 def test_killing_the_bisection_itself_ends_its_runs(tmp_path: Path, asleep: subprocess.Popen[str]) -> None:
@@ -99,7 +126,7 @@ def test_it_goes_on_where_it_was_interrupted(tmp_path: Path, log: Path) -> None:
     assert process.returncode == 130
     process = start(tmp_path, "--resume")
     out, _ = process.communicate(timeout=100)
-    assert process.returncode == 0
+    assert process.returncode == 3  # --runs 8 is few
     assert f"With {A} off, " in out
     saved = report(tmp_path)
     assert saved["trials"][: len(done)] == done

@@ -42,6 +42,7 @@ def synced() -> Evidence:
         (seen(3, evidence=synced()), ON, ("bad", "exit", "exit code 3")),
         (seen(-9, evidence=synced()), ON, ("bad", "exit", "ended by signal 9")),
         (seen(None, 40.2, synced()), ON, ("bad", "time-out", "time-out after 40 s")),
+        (seen(None, 0.051, synced()), ON, ("bad", "time-out", "time-out after 0.051 s")),
         (seen(3), ON, ("untestable", "exit", "exit code 3, before the first sync")),
         (seen(None, 40.0), ON, ("untestable", "time-out", "time-out after 40 s, before the first sync")),
         # With every called site off there is no first sync: the time tells.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -59,12 +60,15 @@ def test_the_sentence_of_one_culprit(registry: Registry) -> None:
         "Error rate: at most 1% that a set named here does not matter, or that one is missing which is bad in 46% of"
         " its runs or more."
     )
+    assert text[3] == (
+        "Noise: all on, 0 of 3 runs bad, and 0 of 20 with only the above on (99% that the bad rate is under 19%)."
+    )
 
 
 def test_two_sets(bisection: Bisection) -> None:
     text = summary(bisection, of(Oracle(TWO), "exit"))
     assert text.startswith("2 minimal sets of sites found, in ")
-    assert f"\nWith {A} off, 2 of 2 runs fail.\n" in text
+    assert f"\nWith {A} off, 3 of 3 runs fail.\n" in text
     assert f"\nWith everything else off and {A} and {B} on, 0 of " in text
 
 
@@ -153,8 +157,12 @@ def test_names_of_large_sets(registry: Registry) -> None:
 
 
 def test_lines_while_it_runs(bisection: Bisection) -> None:
-    assert tell_state(bisection, 1).startswith("now all sites on; about ")
+    state = tell_state(bisection, 1, 600.0)
+    assert re.fullmatch(r"now all sites on; about \d+ more runs, [\d.]+ h", state)
     trial = replace(SCENARIOS["one culprit"], counted=True).run(1, frozenset(), False, random.Random(0))
     bisection.record(trial.model_copy(update={"detail": "ended well"}))
     line = tell_trial(bisection.knowledge.trials[0], bisection)
+    # No run was bad so far: one that is may hang.
+    assert re.search(r"about \d+ more runs, [\d.]+ (h|min)$", tell_state(bisection, 1, 600.0))
+    assert tell_state(bisection, 1, 1.0).endswith(" s")
     assert line == f"trial 1: all sites on: good (ended well, 1.0 s); ranks differed first at {A}"

@@ -35,7 +35,7 @@ def leave(mode=None):
                        "first_call_s": time.time() if stats else None, "stats": stats}, file)
 print("hello", flush=True)
 how = plan["how"]
-if how == "never starts": sys.exit(7)
+if how == "never starts": (print("cannot begin", file=sys.stderr), sys.exit(7))
 if how == "own policy": leave(mode="sync")
 elif plan["called"]: leave()
 if how == "sleeps":
