@@ -129,6 +129,8 @@ class SpecTpSync:
         if self.plan.control.value is not None and handshake and groups.tp.world_size > 1:
             self._points = {slug: Switch(slug, act, self._captures) for slug, act in self._points.items()}
             self.control = _open_control(self)
+        elif groups.tp.world_size == 1:
+            say_uncontrolled(self.plan)
         directory = stats_directory()
         self._stats_file = None if directory is None else StatsFile(self, directory)
 
@@ -524,6 +526,12 @@ def _open_control(sync: SpecTpSync) -> LiveControl:
     from specsync_core.control.live import LiveControl  # only where it is asked for
 
     return LiveControl(sync, store_of(sync.groups.tp.cpu_group))
+
+
+def say_uncontrolled(plan: Plan) -> None:
+    """Say on a lone rank that a control socket was asked for and is not made."""
+    if plan.control.value is not None:
+        logger.info("%s: no socket is made with one rank, whose decisions nobody shares.", plan.control.origin)
 
 
 def plan_of_the_environment(groups: ParallelGroups, handshake: bool) -> Plan:

@@ -31,7 +31,7 @@ from specsync_core.hookspecs import BroadcastPoint
 from specsync_core.manager import load_registry, plugin_manager
 from specsync_core.plan import Plan, resolve_plan
 from specsync_core.settings import Setting, hand_over, read_environment, share_policy
-from specsync_core.sync import SpecTpSync
+from specsync_core.sync import SpecTpSync, say_uncontrolled
 
 logger = logging.getLogger("specsync")
 
@@ -148,6 +148,8 @@ class Adapter:
         candidates = agree_to_start(self._look, strict, None if alone else exchange)
         if self._plan is not None:
             tell_engine(self._plan, self.facts.algorithm)
+            if alone:
+                say_uncontrolled(self._plan)
         if alone or self._plan is None:
             return
         self.session = open_session(self.groups, self._plan, injector=self._injector)

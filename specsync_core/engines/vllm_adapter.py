@@ -24,7 +24,7 @@ from specsync_core.hookspecs import BroadcastPoint
 from specsync_core.manager import load_registry, plugin_manager
 from specsync_core.plan import Plan, resolve_plan
 from specsync_core.settings import read_environment
-from specsync_core.sync import SpecTpSync
+from specsync_core.sync import SpecTpSync, say_uncontrolled
 
 logger = logging.getLogger("vllm.specsync")
 
@@ -87,6 +87,8 @@ class Adapter:
         """
         exchange = None if self._store is None else self._exchange
         candidates = agree_to_start(self._look, read_environment().strict, exchange)
+        if self._store is None and self._plan is not None:
+            say_uncontrolled(self._plan)
         if self._store is None or self._plan is None or not self._decides:
             return
         self.session = open_session(self.groups, self._plan, injector=self._injector)
