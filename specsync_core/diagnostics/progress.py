@@ -171,7 +171,7 @@ def open_wait(recording: Recording, now_s: float | None) -> Wait | None:
                     failed = begun, record.what
         elif record.kind == "raised":
             # As of nested waits, the innermost that was left is kept.
-            if stack and stack[-1].kind == "before":
+            if stack and (stack[-1].kind, stack[-1].site_number) == ("before", record.site_number):
                 failed = stack.pop(), record.what
         elif record.kind != "closed":
             failed = None
