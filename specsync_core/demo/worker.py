@@ -22,6 +22,7 @@ from specsync_core.demo.plain import PlainSpeculator
 from specsync_core.demo.scheduler import Request, Scheduler
 from specsync_core.demo.tensor_parallel import GroupCollectives
 from specsync_core.diagnostics import FaultInjector, Recorder, parse_faults, recording_path
+from specsync_core.diagnostics.metrics import Metrics
 from specsync_core.diagnostics.watchdog import Watchdog
 from specsync_core.facts import Facts
 from specsync_core.groups import ParallelGroups, TorchGroup
@@ -97,11 +98,20 @@ class Rank:
         injector = FaultInjector(parse_faults(job.fault, self.registry, "--fault"), self.rank, allowed=True)
         taps: list[Tap] = [*([injector] if injector.faults else []), *([recorder] if recorder else [])]
         sync = SpecTpSync(ParallelGroups(tp=TorchGroup(self.groups.tp, self.groups.cpu)), plan, taps=taps)
+        metrics = Metrics(sync) if job.control else None  # a job that is controlled is one that is watched
+
+        def after_step(step: int) -> None:
+            if metrics is not None:
+                metrics.update()
+            on_step(step)
+
         with recorder or nullcontext(), self._watchdog(recorder, sync):
             engine = self._engine(job, sync, recorder)
             on_step(0)
-            outcome = engine.run(job.steps, on_step)
+            outcome = engine.run(job.steps, after_step)
         sync.save_stats()  # the parent ends ranks that are done
+        if metrics is not None:
+            metrics.update(now=True)
         if sync.control is not None:
             sync.control.close()
         return JobResult(

@@ -36,6 +36,14 @@ def shape(text: str) -> list[str]:
     return [" ".join(line.split()) for line in lines if line.strip()]
 
 
+def metrics_page(environ: dict[str, str]) -> str:
+    """What the page's one-liner prints."""
+    (typed,) = re.findall(r"^python -c .*multiprocess.*$", PAGE, re.MULTILINE)
+    return subprocess.run(
+        ["sh", "-c", typed], env=environ, capture_output=True, text=True, timeout=60, check=True
+    ).stdout
+
+
 @pytest.mark.timeout(300)
 def test_the_worked_example_prints_what_the_page_shows(tmp_path):
     (start, _), (export, _), *commands = sessions()
@@ -44,6 +52,8 @@ def test_the_worked_example_prints_what_the_page_shows(tmp_path):
     path = tmp_path / "s.sock"
     environ = {name: value for name, value in os.environ.items() if not name.startswith("SPECSYNC_")}
     environ |= {"SPECSYNC_CONTROL": str(path), "PATH": f"{BIN}:{environ['PATH']}", "COLUMNS": "200"}
+    (counts := tmp_path / "counts").mkdir()
+    environ["PROMETHEUS_MULTIPROC_DIR"] = str(counts)
     command = [sys.executable, "examples/live_control.py", str(path), "150"]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env=environ) as example:
         deadline = time.monotonic() + 120
@@ -60,6 +70,11 @@ def test_the_worked_example_prints_what_the_page_shows(tmp_path):
     assert shape(said) == shape(shown)
     same, total = map(int, re.findall(r"\d+", said)[:2])
     assert 0 < same < total, "audit lets wrong tokens through, sync does not"
+    found = metrics_page(environ)
+    assert re.search(
+        r'specsync_mismatches_total\{group="tp-0",group_rank="1",site="dspark-accept-greedy"\} [1-9]', found
+    )
+    assert re.search(r'specsync_checks_total\{group="tp-0",group_rank="0"\} 1\.0', found), "dspark-mem alone"
 
 
 def test_every_metric_is_listed():
