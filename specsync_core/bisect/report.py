@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Sequence
@@ -105,7 +106,8 @@ def save_report(report: Report, path: Path) -> None:
             os.fsync(file.fileno())
         beside.replace(path)
     except OSError as error:
-        beside.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            beside.unlink()
         raise BisectError(
             f"{path}: the report cannot be written: {error.strerror or error}. Give another place with --report."
         ) from error

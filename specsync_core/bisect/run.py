@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import secrets
 import shutil
@@ -94,7 +95,9 @@ class Run:
                 self._go_on(pool, interrupts)
             except BaseException:
                 self._abort(pool, interrupts)
-                self._save("stopped")
+                self._tell(f"stopped; {tell_state(self.bisection, self.task.options.parallel, self.judge.limit_s)}")
+                with contextlib.suppress(BisectError):  # the first error is the one to tell
+                    self._save("stopped")
                 raise
             self._abort(pool, interrupts)
             self.signal = interrupts.number

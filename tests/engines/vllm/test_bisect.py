@@ -56,7 +56,7 @@ def test_the_drafter_gate_is_found_and_nothing_else(tmp_path: Path) -> None:
         check=False,
     )
     sys.stderr.write(done.stderr + done.stdout)
-    assert done.returncode == 0
+    assert done.returncode == 3  # found, and one run each is not sure
     report = json.loads((tmp_path / "specsync-bisect.json").read_text())
     assert [each["sites"] for each in report["answer"]["sets"]] == [[GATE]]
     trials = [(sorted(trial["off"]), trial["outcome"]) for trial in report["trials"]]

@@ -221,6 +221,14 @@ def test_a_time_out_is_told_to_be_short(run: Run, tmp_path: Path) -> None:
     assert "Where it needs longer, raise --timeout." in ended.out
 
 
+def test_a_report_whose_place_is_gone_ends_with_what_is_known(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    ended = run("--sites", A, "--report", "out/r.json", "--", "sh", "-c", "rm -rf out && touch out")
+    assert ended.code == 1
+    assert re.search(r"\d\d stopped; now all sites on; about ", ended.err)
+    assert "out/r.json: the report cannot be written: Not a directory." in ended.err
+
+
 # --- refusals ---
 
 
