@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from specsync_core.cli.output import JsonOption, UsageError, print_json, print_table
-from specsync_core.settings import read_environment, trial_number
+from specsync_core.settings import read_environment, trial_number, unused_settings
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -73,7 +72,7 @@ def demo(
     options = Options(
         algorithm, ranks, sites, fault, steps, temperature, device, prompts, train, seed, transport, folded, keep
     )
-    if os.environ.get("SPECSYNC_FAULTS"):
+    if "SPECSYNC_FAULTS" in unused_settings():
         print("specsync: the demo does not read SPECSYNC_FAULTS; its faults are given by --fault.", file=sys.stderr)
     try:
         setup = prepare(options)
