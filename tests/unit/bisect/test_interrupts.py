@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,8 @@ def start(tmp_path: Path, *arguments: str) -> subprocess.Popen[str]:
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        # What a shell runs in the background ignores Ctrl-C, and hands that on.
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
     )
 
 
@@ -87,6 +90,7 @@ def test_a_second_signal_does_not_wait_for_a_stubborn_run(tmp_path: Path, asleep
 def test_a_signal_that_is_ignored_stays_ignored() -> None:
     """As under nohup."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    before_int = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with Interrupts() as interrupts:
             os.kill(os.getpid(), signal.SIGHUP)
@@ -95,6 +99,7 @@ def test_a_signal_that_is_ignored_stays_ignored() -> None:
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)
+        signal.signal(signal.SIGINT, before_int)
 
 
 def test_the_way_on_names_the_report_wherever_it_is(tmp_path: Path, log: Path) -> None:
