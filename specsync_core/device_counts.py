@@ -29,6 +29,11 @@ def bits(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(_BITS[tensor.element_size()])
 
 
+def uses_cuda() -> bool:
+    """Whether this process has begun to use CUDA; asking does not make it begin."""
+    return torch.cuda.is_available() and bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+
+
 class StepClock:
     """The engine's step, where a captured graph can read it: one int64 per device."""
 
@@ -96,7 +101,8 @@ class DeviceCounts:
         if not first[CALL]:
             return words[:FIRST], None
         position, index, dtype = locate(self._layouts[first[SIGNATURE]], first[ELEMENT])
-        values = (value_of(first[OWN], dtype), value_of(first[RANK0], dtype))
+        half = {torch.complex64: torch.float32, torch.complex128: torch.float64}.get(dtype, dtype)
+        values = (value_of(first[OWN], half), value_of(first[RANK0], half))
         return words[:FIRST], (first[STEP], first[CALL], position, index, *values)
 
 
@@ -123,7 +129,6 @@ def locate(layout: Sequence[tuple[torch.Size, torch.dtype]], element: int) -> tu
 
 def value_of(word: int, dtype: torch.dtype) -> Any:
     """Turn the bits of an element back into its value."""
-    dtype = {torch.complex64: torch.float32, torch.complex128: torch.float64}.get(dtype, dtype)
     data = bytearray((word & (1 << 8 * dtype.itemsize) - 1).to_bytes(dtype.itemsize, "little"))
     value = torch.frombuffer(data, dtype=dtype)[0].item()
     return value if isinstance(value, (int, float, bool)) else str(value)

@@ -17,9 +17,8 @@ from multiprocessing import util
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
-
 from specsync_core.counters import SiteStats
+from specsync_core.device_counts import uses_cuda
 from specsync_core.groups import ParallelGroups
 from specsync_core.plan import Plan
 
@@ -75,7 +74,7 @@ class StatsFile:
 
     def step(self) -> None:
         """Called between steps, where a device may be waited for: bring the file up to date now and then."""
-        if _on_device() and time.monotonic() > self._moved_s + INTERVAL_S:
+        if uses_cuda() and time.monotonic() > self._moved_s + INTERVAL_S:
             self._look(wait=True)
         self._step, self._moved_s = self._sync.step, time.monotonic()
 
@@ -84,7 +83,7 @@ class StatsFile:
         if self._ended.is_set():
             return
         self._ended.set()
-        if not _on_device():
+        if not uses_cuda():
             self._look(wait=False)
             self._settled = True
         self._write()
@@ -92,7 +91,7 @@ class StatsFile:
     def _watch(self) -> None:
         while not self._ended.wait(INTERVAL_S):
             idle = self._sync.step > 0 and time.monotonic() > self._moved_s + IDLE_S
-            if not _on_device() or idle:
+            if not uses_cuda() or idle:
                 try:
                     self._look(wait=False)
                 except RuntimeError as error:  # a device that has failed; the file says what was known before
@@ -128,10 +127,6 @@ class StatsFile:
                 if not self._broken:
                     logger.warning("SPECSYNC_STATS_DIR: %s cannot be written: %s", self.path, error.strerror)
                 self._broken = True
-
-
-def _on_device() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
 
 
 def _as_json(stats: SiteStats) -> dict[str, Any]:

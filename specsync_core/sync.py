@@ -21,7 +21,7 @@ from specsync_core.checks import StateCheck
 from specsync_core.collectives import GroupStore, store_of
 from specsync_core.consensus import Op
 from specsync_core.counters import SiteCounter, SiteStats
-from specsync_core.device_counts import StepClock
+from specsync_core.device_counts import StepClock, uses_cuda
 from specsync_core.errors import ControlError, PayloadError, RegistryError, SpecSyncError
 from specsync_core.facts import Facts
 from specsync_core.groups import Group, ParallelGroups, select_group
@@ -94,7 +94,7 @@ class SpecTpSync:
         self.plan_generation = 0
         """How often `change_modes` has replaced the plan."""
         # Another thread, such as a watchdog's, has device 0 as its current one.
-        self._device_index = torch.cuda.current_device() if _uses_cuda() else None
+        self._device_index = torch.cuda.current_device() if uses_cuda() else None
         self.clock = StepClock()
         """`step`, where captured graphs read it."""
         self.taps = tuple(taps)
@@ -475,13 +475,9 @@ class SpecTpSync:
 
 def beside_the_stream(device_index: int | None = None) -> AbstractContextManager[Any]:
     """A stream of its own on this device: what is read on it waits for no other. None: the thread's current device."""
-    if not _uses_cuda():
+    if not uses_cuda():
         return nullcontext()
     return torch.cuda.stream(torch.cuda.Stream(device=device_index))  # type: ignore[no-untyped-call]
-
-
-def _uses_cuda() -> bool:
-    return torch.cuda.is_available() and bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
 
 
 def _tapped(owner: SpecTpSync, site: Site, inner: PointCall, taps: Sequence[Tap]) -> PointCall:

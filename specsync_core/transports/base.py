@@ -61,6 +61,13 @@ class CountingTransport(Transport, Protocol):
         ...
 
 
+def stage(tensors: Sequence[Tensor], scratch: Sequence[Tensor]) -> list[Tensor]:
+    """Return contiguous tensors: those that are, and copies in ``scratch`` of the others."""
+    return [
+        tensor if tensor.is_contiguous() else copy.copy_(tensor) for tensor, copy in zip(tensors, scratch, strict=True)
+    ]
+
+
 def copy_all_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     """Copy each source into its target, whatever their strides."""
     for target, source in zip(targets, sources, strict=True):

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from specsync_core.groups import Group
 from specsync_core.payload import Packet
+from specsync_core.transports.base import stage
 
 ALL_TAKE = frozenset(
     getattr(torch, name)
@@ -51,10 +52,8 @@ class GroupTransport:
     def fetch(self, packet: Packet, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         scratch: list[Tensor] = packet.scratch[self.name]
         is_root = self._group.rank_in_group == 0
-        for own, copy in zip(tensors, scratch, strict=True):
-            if is_root and not own.is_contiguous():
-                copy.copy_(own)
-            self._broadcast(own if is_root and own.is_contiguous() else copy)
+        for tensor in stage(tensors, scratch) if is_root else scratch:
+            self._broadcast(tensor)
         return tensors if is_root else scratch
 
     def _broadcast(self, tensor: Tensor) -> None:

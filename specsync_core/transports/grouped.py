@@ -10,7 +10,7 @@ from torch import Tensor
 
 from specsync_core.groups import Group
 from specsync_core.payload import Packet
-from specsync_core.transports.base import Transport, copy_all_
+from specsync_core.transports.base import Transport, copy_all_, stage
 from specsync_core.transports.communicators import (
     Communicator,
     OwnCommunicator,
@@ -28,10 +28,7 @@ class _Together(GroupTransport):
     name = "grouped"
 
     def overwrite_(self, packet: Packet, tensors: Sequence[Tensor]) -> None:
-        staged = [
-            tensor if tensor.is_contiguous() else scratch.copy_(tensor)
-            for tensor, scratch in zip(tensors, packet.scratch[self.name], strict=True)
-        ]
+        staged = stage(tensors, packet.scratch[self.name])
         self._broadcast_all(staged)
         copy_all_(tensors, staged)
 
@@ -40,9 +37,7 @@ class _Together(GroupTransport):
         if self._group.rank_in_group:
             self._broadcast_all(scratch)
             return scratch
-        self._broadcast_all(
-            [own if own.is_contiguous() else copy.copy_(own) for own, copy in zip(tensors, scratch, strict=True)]
-        )
+        self._broadcast_all(stage(tensors, scratch))
         return tensors
 
     def _broadcast_all(self, tensors: Sequence[Tensor]) -> None:

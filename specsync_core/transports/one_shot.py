@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from specsync_core.counters import Counted
-from specsync_core.device_counts import GapNote, requests_of
+from specsync_core.device_counts import GapNote, requests_of, value_of
 from specsync_core.groups import Group
 from specsync_core.payload import Packet, dtype_name
 from specsync_core.registry import Site
 from specsync_core.transports import one_shot_protocol as protocol
-from specsync_core.transports.base import Move, copy_all_
+from specsync_core.transports.base import Move, copy_all_, stage
 from specsync_core.transports.one_shot_channel import Channel, open_channel
 from specsync_core.transports.one_shot_draw import Draw, make_draw
 from specsync_core.transports.one_shot_protocol import Header, chunks_of, lanes_of
@@ -165,7 +165,7 @@ class OneShotTransport:
             staged = tensors
             for tensor in tensors:
                 if not tensor.is_contiguous():
-                    staged = _stage(tensors, scratch)
+                    staged = stage(tensors, scratch)  # a fetch writes over the copies: it does not read its own values
                     break
             addresses = tuple([tensor.data_ptr() for tensor in staged])
             targets = fetched if mode == FETCH else addresses
@@ -177,13 +177,6 @@ class OneShotTransport:
 
     def __repr__(self) -> str:
         return f"OneShotTransport(group rank {self._rank} of {self._world}, {chunks_of(0)} launch per call)"
-
-
-def _stage(tensors: Sequence[Tensor], scratch: Sequence[Tensor]) -> list[Tensor]:
-    """Contiguous copies of what is not contiguous. A fetch writes over them: it does not read its own values."""
-    return [
-        tensor if tensor.is_contiguous() else copy.copy_(tensor) for tensor, copy in zip(tensors, scratch, strict=True)
-    ]
 
 
 def stream_reader() -> Callable[[int], int]:
@@ -245,13 +238,11 @@ def decode_lane(
     element = next(place for place in range(protocol.LANE_BYTES // width) if bits >> 8 * width * place & mask)
     flat = (lane * protocol.LANE_BYTES + element * width) // size
     index = tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), shape)) if shape else ()
-    values = tuple(_value(word >> 8 * width * element, width, size, dtype) for word in (own, root))
+    values = tuple(_value(word >> 8 * width * element, size, dtype) for word in (own, root))
     return position, index, (values[0], values[1])
 
 
-def _value(word: int, width: int, size: int, dtype: torch.dtype) -> Any:
+def _value(word: int, size: int, dtype: torch.dtype) -> Any:
     if size > protocol.LANE_BYTES:
         return f"{word:#x} (8 bytes of a {dtype_name(torch.empty(0, dtype=dtype))})"
-    data = bytearray((word & (1 << 8 * width) - 1).to_bytes(width, "little"))
-    value = torch.frombuffer(data, dtype=dtype)[0].item()
-    return value if isinstance(value, (int, float, bool)) else str(value)
+    return value_of(word, dtype)
