@@ -9,8 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from specsync_core.errors import TransportError
 from specsync_core.group_store import AbsentRankError, GroupStore, store_of
+from specsync_core.local_wire import wire_of
 
 __all__ = ["AbsentRankError", "GroupStore", "gather_bytes", "store_of", "wait"]
 
@@ -35,21 +35,12 @@ def wait(work: Any, cpu_group: dist.ProcessGroup, what: str) -> None:
             except RuntimeError as error:
                 store.glance()
                 if has_ended:
-                    _give_up(store, what, error)
+                    store.raise_failure()
+                    store.give_up(what, native_words(error), error)
                 # Only the slice is over, or the collective: then the next turn raises again, or it did end well.
                 has_ended = work.is_completed()
     finally:
         store.leave()
-
-
-def _give_up(store: GroupStore, what: str, error: RuntimeError) -> None:
-    store.raise_failure()
-    place = f" of {store.place}" if store.place else ""
-    failure = TransportError(
-        f"{what}{place} on group rank {store.rank} of {store.world_size}: {native_words(error)}\n  {store.roll_call()}"
-    )
-    store.fail(failure)
-    raise failure from error
 
 
 def native_words(error: RuntimeError) -> str:
@@ -73,6 +64,8 @@ def gather_bytes(cpu_group: dist.ProcessGroup, data: bytes, what: str) -> list[b
     store.place = what
     if (gather := getattr(cpu_group, "gather_bytes", None)) is not None:  # a group of a test
         return gather(data, what)  # type: ignore[no-any-return]
+    if (wire := wire_of(cpu_group)) is not None:
+        return wire.gather(data, "gather")
     own = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     frames = [torch.empty_like(own) for _ in range(store.world_size)]
     wait(dist.all_gather(frames, own, group=cpu_group, async_op=True), cpu_group, "gather")

@@ -11,7 +11,7 @@ import json
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import Any, NoReturn
 from weakref import WeakKeyDictionary, WeakMethod
 
 import torch.distributed as dist
@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import PrefixStore
 from specsync_core import errors
 from specsync_core.bounded_store import POLL_S, BoundedStore, StoreLostError
 from specsync_core.errors import SpecSyncError, TransportError
-from specsync_core.liveness import ending_of, name_of, own_identity
+from specsync_core.liveness import HAS_ENDED, ending_of, name_of, own_identity
 
 ROLL_CALL_S = 2.0
 """How long a peer may take to answer; it looks for roll calls every half second."""
@@ -51,6 +51,7 @@ class GroupStore:
         self._alarms = 0
         self._on_alarm: Callable[[str], object] | None = None
         self._watchers: list[WeakMethod[Callable[[], float]]] = []
+        self._to_stop: list[WeakMethod[Callable[[], object]]] = []
         self._identities: dict[int, dict[str, Any]] = {self.rank: own_identity()}
         self._store = BoundedStore(PrefixStore("specsync", cpu_group.get_group_store()), self._look_for_news)
         self._try_to_set(f"who/{self.rank}", self._identities[self.rank])
@@ -148,6 +149,35 @@ class GroupStore:
             with suppress(StoreLostError):
                 if not self._store.check("failure"):
                     self._store.set("failure", json.dumps(record))
+
+    def give_up(self, what: str, why: str, cause: BaseException | None = None) -> NoReturn:
+        """Call the roll, tell the peers, and raise: a wait of this rank has failed.
+
+        Args:
+            what: it waited in.
+            why: as far as it can see.
+        """
+        place = f" of {self.place}" if self.place else ""
+        failure = TransportError(
+            f"{what}{place} on group rank {self.rank} of {self.world_size}: {why}\n  {self.roll_call()}"
+        )
+        self.fail(failure)
+        raise failure from cause
+
+    def when_failed(self, stop: Callable[[], object]) -> None:
+        """Let the store's thread call a bound method, held weakly, once any rank of the group has failed."""
+        self._to_stop.append(WeakMethod(stop))
+
+    def _notice_ends(self) -> None:
+        """A peer whose process has ended will not come to any call: say so before one waits for it in vain."""
+        for rank, identity in self._identities.items():
+            if rank != self.rank and self._failure is None and ending_of(identity) == HAS_ENDED:
+                self.fail(TransportError(f"group rank {rank} ({name_of(identity)}) {HAS_ENDED}"))
+
+    def _stop_waits(self) -> None:
+        while self._failure is not None and self._to_stop:
+            if (stop := self._to_stop.pop()()) is not None:
+                stop()
 
     def raise_failure(self) -> None:
         """Raise when any rank of the group has given up: the error that it raised, with its group rank."""
@@ -259,7 +289,10 @@ class GroupStore:
 
     def _look_for_news(self) -> None:
         """What the store's thread does a few times a second."""
+        self._notice_ends()
+        self._stop_waits()
         self._read_failure()
+        self._stop_waits()
         self._hear()
         while self._store.check(f"roll/{self._answered + 1}"):
             self._answered += 1

@@ -7,7 +7,8 @@ import socket
 from pathlib import Path
 from typing import Any
 
-STATES = {"T": "is stopped (SIGSTOP)", "t": "is stopped by a debugger", "Z": "has ended", "X": "has ended"}
+HAS_ENDED = "has ended"
+STATES = {"T": "is stopped (SIGSTOP)", "t": "is stopped by a debugger", "Z": HAS_ENDED, "X": HAS_ENDED}
 """States of ``/proc/PID/stat`` in which a process does nothing any more."""
 
 
@@ -30,7 +31,7 @@ def ending_of(identity: dict[str, Any] | None) -> str | None:
         return None
     state, start = _stat(identity["pid"])
     if state is None or start != identity["start"]:  # gone, or its number belongs to another process now
-        return "has ended"
+        return HAS_ENDED
     return STATES.get(state)
 
 

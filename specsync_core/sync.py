@@ -38,6 +38,7 @@ from specsync_core.stats_file import StatsFile
 from specsync_core.switching import Capture, Captures, Switch, in_force
 from specsync_core.transports import Choice, Transport, choose_transport
 from specsync_core.transports.base import CountingTransport
+from specsync_core.transports.one_shot import OneShotTransport
 from specsync_core.transports.one_shot_draw import draw_then, find_draw_problem
 
 if TYPE_CHECKING:
@@ -288,6 +289,8 @@ class SpecTpSync:
             choice = self.transports[requested] = choose_transport(requested, self._group, exchange)
             if isinstance(choice.transport, CountingTransport):  # asked once: 30 us for a protocol
                 self._counting.append(choice.transport)
+            if store is not None and isinstance(choice.transport, OneShotTransport):
+                store.when_failed(choice.transport.halt)
         return self.transports[requested].transport
 
     def agree(self, site: Site | str | int, value: Any, op: Op = "root", *, group: Group | None = None) -> Any:

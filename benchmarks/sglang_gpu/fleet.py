@@ -37,9 +37,12 @@ class Engine:
         environ: what this variant sets.
         port: first of the ports that it may take.
         folder: of logs, models and counters.
+        size: key of ``SIZES`` in `serve.py`.
     """
 
-    def __init__(self, name: str, algorithm: str, environ: dict[str, str], port: int, folder: Path) -> None:
+    def __init__(
+        self, name: str, algorithm: str, environ: dict[str, str], port: int, folder: Path, size: str = "small"
+    ) -> None:
         self.name = name
         home = folder / name
         self._stats = home / "stats"
@@ -47,8 +50,9 @@ class Engine:
         self._log_path = folder / f"{name}.log"
         self._log = self._log_path.open("w")
         paths = (HERE / "shim", HERE / "stubs", os.environ.get("PYTHONPATH", ""))
+        given = {**ALGORITHMS[algorithm], "port": port, "size": size}
         self.process = subprocess.Popen(
-            [sys.executable, str(HERE / "serve.py"), json.dumps({**ALGORITHMS[algorithm], "port": port}), str(home)],
+            [sys.executable, str(HERE / "serve.py"), json.dumps(given), str(home)],
             env=os.environ
             | {
                 "PYTHONPATH": ":".join(map(str, paths)),

@@ -20,6 +20,7 @@ from statistics import median
 from typing import Any
 
 from fleet import ALGORITHMS, Engine, Fleet
+from serve import SIZES
 
 STOCK, ALL = {"SGLANG_PLUGINS": "specsync-bench-shim"}, {"SPECSYNC_SITES": "all"}
 VARIANTS = {"stock": STOCK, "specsync": ALL, "control": STOCK, "grouped": ALL | {"SPECSYNC_TRANSPORT": "grouped"}}
@@ -43,7 +44,8 @@ class Matrix:
 
     def measure(self, algorithm: str) -> dict[str, Any]:
         """Stock and specsync in turn, each batch size and temperature."""
-        engines = {name: self.fleet.engines[f"{algorithm}-{name}"] for name in variants_of(algorithm)}
+        variants = variants_of(algorithm, self.options.variants)
+        engines = {name: self.fleet.engines[f"{algorithm}-{name}"] for name in variants}
         result: dict[str, Any] = {"started": {name: engine.started for name, engine in engines.items()}, "runs": []}
         if not all(result["started"].values()):
             return result | {"logs": {name: each.log_end() for name, each in engines.items() if not each.started}}
@@ -120,16 +122,18 @@ class Matrix:
         return found
 
 
-def variants_of(algorithm: str) -> dict[str, dict[str, str]]:
-    """DSPARK decides most per step: it is measured in every variant."""
-    return VARIANTS if algorithm == "dspark" else {name: VARIANTS[name] for name in ("stock", "specsync")}
+def variants_of(algorithm: str, chosen: str | None) -> dict[str, dict[str, str]]:
+    """DSPARK decides most per step: it is measured in every variant, unless some are chosen."""
+    if chosen is None and algorithm == "dspark":
+        return VARIANTS
+    return {name: VARIANTS[name] for name in (chosen or "stock,specsync").split(",")}
 
 
 def start(options: argparse.Namespace, algorithms: list[str]) -> Fleet:
     runs = {
         f"{algorithm}-{variant}": (algorithm, {**environ, "SHIM_DRAW_STEP": "0"})
         for algorithm in algorithms
-        for variant, environ in variants_of(algorithm).items()
+        for variant, environ in variants_of(algorithm, options.variants).items()
     }
     if options.fault:
         runs |= {
@@ -138,7 +142,7 @@ def start(options: argparse.Namespace, algorithms: list[str]) -> Fleet:
         }
     return Fleet(
         [
-            Engine(name, algorithm, environ, 30000 + 1500 * index, options.output)
+            Engine(name, algorithm, environ, 30000 + 1500 * index, options.output, options.size)
             for index, (name, (algorithm, environ)) in enumerate(runs.items())
         ]
     )
@@ -148,6 +152,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("output", type=Path)
     parser.add_argument("--algorithms", default="dspark,dflash,ngram,eagle")
+    parser.add_argument("--size", choices=SIZES, default="small", help="of the models; see serve.py")
+    parser.add_argument("--variants", help=f"of {', '.join(VARIANTS)}; all for DSPARK, else the first two")
     parser.add_argument("--batches", default="1,8,16")
     parser.add_argument("--rounds", type=int, default=10, help="per setting of DSPARK; the others get half")
     parser.add_argument("--tokens", type=int, default=128)
@@ -160,7 +166,7 @@ def main() -> None:
     if unknown := set(algorithms) - set(ALGORITHMS):
         parser.error(f"unknown algorithms {sorted(unknown)}; known: {', '.join(ALGORITHMS)}")
     options.output.mkdir(parents=True, exist_ok=True)
-    results: dict[str, Any] = {"engine": "sglang 0.5.17", "machine": machine(), "algorithms": {}}
+    results: dict[str, Any] = {"engine": "sglang 0.5.17", "machine": machine(), "size": options.size, "algorithms": {}}
     fleet = start(options, algorithms)
     try:
         fleet.wait_ready(begin + options.start_s)

@@ -27,33 +27,26 @@ TARGET = {
     "eos_token_id": 2,
     "tie_word_embeddings": False,
 }
-LAYERS = {"mask_token_id": 31999, "target_layer_ids": [2, 8]}
-BLOCK = {**TARGET, "num_hidden_layers": 2, "num_target_layers": 16, "attention_bias": False}
-MODELS = {
-    "target": TARGET,
-    "dspark": {
-        **BLOCK,
-        "architectures": ["DSparkDraftModel"],
-        "block_size": 5,
-        "markov_rank": 64,
-        "markov_head_type": "vanilla",
-        "dflash_config": {**LAYERS, "block_size": 5},
+SIZES: dict[str, dict[str, int]] = {
+    "small": {},
+    "large": {
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
     },
-    "dflash": {
-        **BLOCK,
-        "architectures": ["DFlashDraftModel"],
-        "block_size": 8,
-        "dflash_config": {**LAYERS, "block_size": 8},
-    },
-    "eagle": {**TARGET, "architectures": ["LlamaForCausalLMEagle"], "num_hidden_layers": 1},
 }
+"""``small`` is bound by the host: what is measured is Python. ``large`` has the layers of a model of 70 billion
+parameters, 32 of 80: a decode step is bound by the GPUs, as a served model's is."""
+LAYERS = {"mask_token_id": 31999, "target_layer_ids": [2, 8]}
 SERVER = {
     "load_format": "dummy",
     "tp_size": 2,
     "skip_tokenizer_init": True,
     "attention_backend": "triton",
     "sampling_backend": "pytorch",
-    "mem_fraction_static": 0.35,
+    "mem_fraction_static": 0.9,
     "max_total_tokens": 32768,
     "max_running_requests": 16,
     "dtype": "bfloat16",
@@ -67,12 +60,31 @@ SERVER = {
 }
 
 
+def models(size: str) -> dict[str, dict[str, object]]:
+    """The configuration of the target and of each algorithm's draft model."""
+    target: dict[str, object] = {**TARGET, **SIZES[size]}
+    block = {**target, "num_hidden_layers": 2, "num_target_layers": target["num_hidden_layers"]}
+    block |= {"attention_bias": False}
+    dspark = {"architectures": ["DSparkDraftModel"], "markov_rank": 64, "markov_head_type": "vanilla"}
+    return {
+        "target": target,
+        "dspark": {**block, **dspark, "block_size": 5, "dflash_config": {**LAYERS, "block_size": 5}},
+        "dflash": {
+            **block,
+            "architectures": ["DFlashDraftModel"],
+            "block_size": 8,
+            "dflash_config": {**LAYERS, "block_size": 8},
+        },
+        "eagle": {**target, "architectures": ["LlamaForCausalLMEagle"], "num_hidden_layers": 1},
+    }
+
+
 def main() -> None:
     import sglang
 
     given = json.loads(sys.argv[1])
     folder = Path(sys.argv[2])
-    for name, config in MODELS.items():
+    for name, config in models(given.pop("size")).items():
         (folder / name).mkdir(parents=True, exist_ok=True)
         (folder / name / "config.json").write_text(json.dumps(config))
     if "speculative_draft_model_path" in given:

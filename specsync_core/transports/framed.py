@@ -1,13 +1,15 @@
 """One packed, labelled buffer per call: how ``grouped`` works on host groups.
 
 A frame begins with a header that says which site, which call and which payload it carries, so that ranks
-whose calls do not match find out instead of corrupting each other. Every frame of a site has the same
-size on every rank, whatever one call's payload: gloo ends a process that receives more than it expects
-(``EnforceNotMet`` in its I/O thread) and silently fills part of a larger buffer (measured, torch 2.13).
+whose calls do not match find out instead of corrupting each other. Frames travel over the sockets of one machine
+(`local_wire`), else by the group's broadcast. There every frame of a site has the same size on every rank, whatever
+one call's payload: gloo ends a process that receives more than it expects (``EnforceNotMet`` in its I/O thread) and
+silently fills part of a larger buffer (measured, torch 2.13).
 """
 
 from __future__ import annotations
 
+import ctypes
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,23 +19,29 @@ from torch import Tensor
 
 from specsync_core.errors import PayloadError
 from specsync_core.groups import Group
+from specsync_core.local_wire import LocalWire, wire_of
 from specsync_core.payload import Packet
 from specsync_core.transports.base import copy_all_
 
 HEADER_BYTES = 256
-CALL_BYTES = 8
-"""The header's first field, the call's number: int64. The rest of the header is the label."""
+CALL = struct.Struct("<q")
+"""The header's first field, the call's number. The rest of the header is the label."""
 ALIGNMENT = 16
 """Tensors start at multiples of this, so that a slice can be viewed as any dtype."""
 
 
-@dataclass
 class _Frame:
-    """The buffer of one site, shared by all of its signatures."""
+    """The buffer of one site, shared by all of its signatures: uint8, a power of two long."""
 
-    buffer: Tensor
-    """uint8, a power of two long."""
-    calls: int = 0
+    def __init__(self, nbytes: int = 2 * HEADER_BYTES) -> None:
+        self.calls = 0
+        self.grow(nbytes)
+
+    def grow(self, nbytes: int) -> None:
+        self.buffer = torch.zeros(1 << (nbytes - 1).bit_length(), dtype=torch.uint8)
+        whole = (ctypes.c_ubyte * self.buffer.numel()).from_address(self.buffer.data_ptr())
+        self.memory = memoryview(whole).cast("B")
+        """The same bytes. Valid as long as ``buffer`` is."""
 
 
 @dataclass
@@ -43,8 +51,11 @@ class _Layout:
     frame: _Frame
     buffer: Tensor
     """The buffer that the views are of; the frame may have grown since."""
-    label: Tensor
+    label: bytes
+    """The header behind the call's number."""
     views: list[Tensor]
+    end: int
+    """Bytes of the frame that this signature fills."""
 
 
 class FramedTransport:
@@ -56,8 +67,11 @@ class FramedTransport:
         self._group = group
         self._is_root = group.rank_in_group == 0
         self._frames: dict[str, _Frame] = {}
+        self._wire: LocalWire | None = None
 
     def prepare(self, packet: Packet, tensors: Sequence[Tensor]) -> None:
+        if not self._frames:  # the ranks are here together
+            self._wire = wire_of(self._group.cpu_group)
         packet.scratch[self.name] = self._lay_out(packet, tensors)
 
     def overwrite_(self, packet: Packet, tensors: Sequence[Tensor]) -> None:
@@ -69,11 +83,15 @@ class FramedTransport:
         if layout.buffer is not frame.buffer:
             layout = packet.scratch[self.name] = self._lay_out(packet, tensors)
         frame.calls += 1
+        memory = frame.memory
         if self._is_root:
-            frame.buffer[:CALL_BYTES].view(torch.int64).fill_(frame.calls)
-            frame.buffer[CALL_BYTES:HEADER_BYTES].copy_(layout.label)
+            CALL.pack_into(memory, 0, frame.calls)
+            memory[CALL.size : HEADER_BYTES] = layout.label
             copy_all_(layout.views, tensors)
-        self._group.broadcast(frame.buffer, src=0)
+        if self._wire is not None:
+            self._wire.broadcast(memory[: layout.end])
+        else:
+            self._group.broadcast(frame.buffer, src=0)
         if self._is_root:
             return tensors
         self._check_header(layout, packet)
@@ -81,13 +99,11 @@ class FramedTransport:
 
     def _check_header(self, layout: _Layout, packet: Packet) -> None:
         frame = layout.frame
-        calls = int(frame.buffer[:CALL_BYTES].view(torch.int64).item())
-        label = frame.buffer[CALL_BYTES:HEADER_BYTES]
-        if calls == frame.calls and torch.equal(label, layout.label):
+        (calls,) = CALL.unpack_from(frame.memory)
+        label = frame.memory[CALL.size : HEADER_BYTES]
+        if calls == frame.calls and label == layout.label:
             return
-        theirs = (
-            bytes(label.tolist()).rstrip(b"\0").decode(errors="replace") or "something that is not a specsync frame"
-        )
+        theirs = bytes(label).rstrip(b"\0").decode(errors="replace") or "something that is not a specsync frame"
         raise PayloadError(
             f"{packet.name}: the ranks' calls do not match: group rank 0 is at call {calls} of {theirs},"
             f" group rank {self._group.rank_in_group} at call {frame.calls} of {_label(packet)}."
@@ -105,14 +121,13 @@ class FramedTransport:
             frame.buffer[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
             for offset, tensor in zip(offsets, tensors, strict=True)
         ]
-        label = _label(packet).encode()[: HEADER_BYTES - CALL_BYTES]
-        padded = struct.pack(f"{HEADER_BYTES - CALL_BYTES}s", label)
-        return _Layout(frame, frame.buffer, torch.frombuffer(bytearray(padded), dtype=torch.uint8), views)
+        label = _label(packet).encode()[: HEADER_BYTES - CALL.size].ljust(HEADER_BYTES - CALL.size, b"\0")
+        return _Layout(frame, frame.buffer, label, views, end)
 
     def _frame(self, slug: str, nbytes: int) -> _Frame:
-        frame = self._frames.setdefault(slug, _Frame(torch.zeros(2 * HEADER_BYTES, dtype=torch.uint8)))
+        frame = self._frames.setdefault(slug, _Frame())
         if nbytes > frame.buffer.numel():
-            frame.buffer = torch.zeros(1 << (nbytes - 1).bit_length(), dtype=torch.uint8)
+            frame.grow(nbytes)
         return frame
 
 

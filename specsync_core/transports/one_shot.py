@@ -76,6 +76,10 @@ class OneShotTransport:
         """Say what the engine's step is; the record of a first divergence holds it."""
         self._record[protocol.RECORD_STEP] = step
 
+    def halt(self) -> None:
+        """End the waits of this rank's kernels, from any thread: a peer will not come. Later calls raise."""
+        self.channel.halt()
+
     def check(self) -> None:
         """Raise when the group has stopped. Reads host memory only, and costs well under a microsecond.
 

@@ -42,6 +42,22 @@ class Channel:
         code, own, theirs = (word & (1 << 64) - 1 for word in self.record[:3].tolist())
         return Failure.from_words(code, own, theirs) if code else None
 
+    def halt(self) -> None:
+        """Let a kernel of this rank that waits for a peer give up within microseconds, and every later call raise.
+
+        From any thread. The line travels on a stream of its own, past what this rank's other streams wait for.
+        """
+        code = protocol.HALTED | self.rank << 8
+        line = self.record[protocol.RECORD_HALT : protocol.RECORD_HALT + 2].fill_(code)
+        if not self.record[protocol.RECORD_CODE]:
+            self.record[protocol.RECORD_CODE] = code
+        broken = self.inbox[protocol.BROKEN : protocol.LINE_BYTES].view(torch.int64)
+        if broken.is_cuda:
+            with torch.cuda.device(broken.device), torch.cuda.stream(torch.cuda.Stream(broken.device)):  # type: ignore[no-untyped-call]
+                broken.copy_(line, non_blocking=True)
+        else:
+            broken.copy_(line)
+
     def error(self) -> SpecSyncError:
         """Return the exception for the failure that is on record."""
         failure = self.failure()
@@ -60,6 +76,8 @@ def explain(failure: Failure, rank: int, known: Mapping[int, str]) -> SpecSyncEr
             " A rank skipped a call, called another site, or passes another batch: compare what the two ranks decided"
             " before this call."
         )
+    if failure.kind == protocol.HALTED:
+        return TransportError("one-shot: a rank of the group has ended or gave up; the group has stopped.")
     if failure.kind == protocol.NO_ROOT:
         return TransportError(
             f"one-shot: {who} waited in vain for chunk {failure.sequence} from group rank 0, at {own}. The group has"

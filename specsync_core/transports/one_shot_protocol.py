@@ -47,10 +47,12 @@ RING = 4096
 INBOX_BYTES = RING + SLOTS * SLOT_BYTES
 
 # Words of a failure code: kind, group rank, sequence.
-MISMATCH, NO_ROOT, PEER_BEHIND = 1, 2, 3
+MISMATCH, NO_ROOT, PEER_BEHIND, HALTED = 1, 2, 3, 4
+"""`HALTED` is written by a rank's host, which saw a peer end or give up."""
 
 # int64 words of the record in host memory that the kernel writes and the host reads without waiting.
-RECORD_CODE, RECORD_OWN, RECORD_THEIRS, RECORD_STEP, RECORD_WORDS = 0, 1, 2, 3, 8
+RECORD_CODE, RECORD_OWN, RECORD_THEIRS, RECORD_STEP, RECORD_HALT, RECORD_WORDS = 0, 1, 2, 3, 4, 8
+"""From `RECORD_HALT` on the host writes one line, the code that halts this rank's kernels."""
 
 # int64 words of a signature's counters on the device.
 CALLS, MISMATCHES, MISMATCHED_CALLS, FIRST_CALL, FIRST_LANE, FIRST_OWN, FIRST_ROOT, FIRST_STEP = range(8)

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from specsync_core import Facts, ParallelGroups, SpecTpSync, TorchGroup, load_registry, resolve_plan
+from specsync_core.collectives import store_of
 from specsync_core.errors import SpecSyncError
 from specsync_core.testing import run_ranks
 
@@ -107,6 +108,44 @@ def test_the_others_name_a_rank_that_is_gone_and_shut_down(how, transport):
         assert survivor["tokens"] == [[step * 10] * 4 for step in range(1, len(survivor["tokens"]) + 1)]
     assert not left_in_shared_memory(found)
     assert multiprocessing.active_children() == []
+
+
+class Kernels:
+    """Stands for device work that waits for a peer and that only this rank's own host can end."""
+
+    def __init__(self) -> None:
+        self.halted_at = 0.0
+
+    def halt(self) -> None:
+        self.halted_at = time.monotonic()
+
+
+def end_outside_of_any_call(rank: int, world_size: int) -> tuple[float, str]:
+    store, kernels = store_of(dist.group.WORLD), Kernels()
+    store.when_failed(kernels.halt)
+    store.exchange("who is who", rank, 30)
+    while len(store._identities) < world_size:
+        time.sleep(0.05)
+    store.exchange("known", rank, 30)
+    if rank == FAILING:
+        kill()
+    started = time.monotonic()
+    while not kernels.halted_at and time.monotonic() < started + 20:
+        time.sleep(0.05)
+    try:
+        store.glance()
+    except SpecSyncError as error:
+        return kernels.halted_at - started, str(error)
+    return 99.0, "nothing"
+
+
+def test_a_rank_that_ends_while_nobody_waits_for_it_is_noticed_and_device_waits_are_halted():
+    found = run_ranks(end_outside_of_any_call, WORLD, 60, group_timeout_s=60, lost={FAILING})
+    for rank in (0, 2):
+        took_s, told = found[rank]
+        assert took_s < 10, found
+        assert f"group rank {FAILING} (pid " in told
+        assert "has ended" in told
 
 
 class Bursts:

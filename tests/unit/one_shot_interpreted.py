@@ -16,6 +16,7 @@ from specsync_core.transports import one_shot_kernel as kernels
 from specsync_core.transports import one_shot_protocol as protocol
 from specsync_core.transports.count_kernel import count_kernel
 from specsync_core.transports.one_shot import decode_lane
+from specsync_core.transports.one_shot_channel import Channel
 from specsync_core.transports.one_shot_protocol import Failure, Header, lanes_of
 
 assert kernels.INTERPRETED.value, "set TRITON_INTERPRET=1"
@@ -221,6 +222,24 @@ def test_a_peer_that_does_not_come(world: int) -> None:
         if world == 2:
             found = rank.failure
             assert (found.kind, found.group_rank, found.theirs.site) == (protocol.PEER_BEHIND, 0, 1)
+
+
+def test_a_rank_whose_host_halts_it_waits_no_more(world: int) -> None:
+    """A peer waits for group rank 0, and group rank 0 for a full ring: halted, both go on with their own values."""
+    for halted in (0, 1):
+        rank = group(world)[halted]
+        channel = Channel(halted, world, rank.inbox, rank.inboxes, rank.state, rank.record)
+        for turn in range(protocol.SLOTS if halted == 0 else 0):
+            rank.call("halt", payload(0, turn))
+        assert channel.failure() is None
+        channel.halt()
+        own = payload(halted, 99)
+        rank.call("halt", own)
+        assert equal(own, payload(halted, 99))
+        failure = channel.failure()
+        assert failure is not None
+        assert (failure.kind, failure.group_rank) == (protocol.HALTED, halted), failure
+        assert "ended or gave up" in str(channel.error())
 
 
 def test_a_slot_is_cleared_before_its_tags_come_again(world: int) -> None:

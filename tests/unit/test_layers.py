@@ -25,6 +25,7 @@ LAYERS = (
         "payload",
         "counters",
         "device_counts",
+        "local_wire",
         "collectives",
         "groups",
         "transports",
@@ -50,7 +51,8 @@ LAYERS = (
 )
 """Modules and packages of the core, the lowest layer first."""
 
-DISTRIBUTED = {"bounded_store", "group_store", "collectives", "groups", "transports", "demo", "testing", "bench"}
+DISTRIBUTED = {"bounded_store", "group_store", "local_wire", "collectives", "groups", "transports"}
+DISTRIBUTED |= {"demo", "testing", "bench"}
 """May use torch.distributed. The last three measure it or start and end process groups, as an engine does."""
 
 ENVIRONMENT = {"settings", "demo", "testing"}

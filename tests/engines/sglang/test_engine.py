@@ -50,7 +50,7 @@ EAGLE = {
     "speculative_num_draft_tokens": 6,
     "speculative_draft_attention_backend": "torch_native",
 }
-SIMULATED = {"SGLANG_SIMULATE_ACC_LEN": "2.5"}
+SIMULATED = {"SGLANG_SIMULATE_ACC_LEN": "2.5", "SGLANG_SIMULATE_ACC_METHOD": "multinomial"}
 SETUPS = {
     "0.5.17 ngram": Setup("0.5.17", NGRAM, spawn=True),
     "0.5.17 dspark, T=0": Setup("0.5.17", DSPARK),
@@ -59,7 +59,8 @@ SETUPS = {
     "0.5.17 eagle": Setup("0.5.17", EAGLE, tokens=8),  # the interpreter is slow on trees
     "0.5.23 ngram": Setup("0.5.23", NGRAM),
     "0.5.23 eagle": Setup("0.5.23", EAGLE, tokens=8),
-    "0.5.23 dflash, simulated acceptance": Setup("0.5.23", DFLASH, DRAW, environ=SIMULATED),
+    # One draw ahead, rank 1 needs 11 steps for 28 tokens, and rank 0 12: what is accepted is always the same token.
+    "0.5.23 dflash, simulated acceptance": Setup("0.5.23", DFLASH, DRAW, tokens=28, environ=SIMULATED),
 }
 """Of 0.5.23 the setups whose decisions the engine's own fix leaves to each rank."""
 each = pytest.mark.parametrize("name", SETUPS, scope="module")  # both runs of a setup, one after the other
