@@ -22,6 +22,8 @@ from specsync_core.bounded_store import POLL_S, BoundedStore, StoreLostError
 from specsync_core.errors import SpecSyncError, TransportError
 from specsync_core.liveness import HAS_ENDED, ending_of, name_of, own_identity
 
+END_GRACE_S = 3.0
+"""How long a peer may have ended before that is a failure: what it sent last is still taken, as at a shutdown."""
 ROLL_CALL_S = 2.0
 """How long a peer may take to answer; it looks for roll calls every half second."""
 
@@ -51,6 +53,8 @@ class GroupStore:
         self._alarms = 0
         self._on_alarm: Callable[[str], object] | None = None
         self._watchers: list[WeakMethod[Callable[[], float]]] = []
+        self._ended: dict[int, float] = {}
+        """Since when a peer's process is seen to have ended."""
         self._to_stop: list[WeakMethod[Callable[[], object]]] = []
         self._identities: dict[int, dict[str, Any]] = {self.rank: own_identity()}
         self._store = BoundedStore(PrefixStore("specsync", cpu_group.get_group_store()), self._look_for_news)
@@ -170,8 +174,11 @@ class GroupStore:
 
     def _notice_ends(self) -> None:
         """A peer whose process has ended will not come to any call: say so before one waits for it in vain."""
+        now = time.monotonic()
         for rank, identity in self._identities.items():
-            if rank != self.rank and self._failure is None and ending_of(identity) == HAS_ENDED:
+            if rank == self.rank or self._failure is not None or ending_of(identity) != HAS_ENDED:
+                continue
+            if now - self._ended.setdefault(rank, now) >= END_GRACE_S:
                 self.fail(TransportError(f"group rank {rank} ({name_of(identity)}) {HAS_ENDED}"))
 
     def _stop_waits(self) -> None:

@@ -37,11 +37,11 @@ class Engine:
         environ: what this variant sets.
         port: first of the ports that it may take.
         folder: of logs, models and counters.
-        size: key of ``SIZES`` in `serve.py`.
+        shape: of the models: ``size``, a key of ``SIZES`` in `serve.py`, and ``layers``, which may be None.
     """
 
     def __init__(
-        self, name: str, algorithm: str, environ: dict[str, str], port: int, folder: Path, size: str = "small"
+        self, name: str, algorithm: str, environ: dict[str, str], port: int, folder: Path, shape: dict[str, Any]
     ) -> None:
         self.name = name
         home = folder / name
@@ -50,7 +50,7 @@ class Engine:
         self._log_path = folder / f"{name}.log"
         self._log = self._log_path.open("w")
         paths = (HERE / "shim", HERE / "stubs", os.environ.get("PYTHONPATH", ""))
-        given = {**ALGORITHMS[algorithm], "port": port, "size": size}
+        given = {**ALGORITHMS[algorithm], "port": port, "shape": shape}
         self.process = subprocess.Popen(
             [sys.executable, str(HERE / "serve.py"), json.dumps(given), str(home)],
             env=os.environ

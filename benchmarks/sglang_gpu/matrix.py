@@ -3,8 +3,8 @@
     PYTHONPATH=SITE python benchmarks/sglang_gpu/matrix.py OUT [--algorithms dspark,dflash,ngram,eagle]
 
 SITE is where `unpack.sh` put the bundle. For each algorithm two engines live at once and serve rounds in turn, so that
-both see the same machine. Two ratios, above 1 where specsync is faster: of the medians of tokens per second, and of
-the medians of a step's time on rank 0 (all rounds make the same steps), which a machine's hiccups move less. DSPARK
+both see the same machine. Two ratios, above 1 where specsync is faster: the median of the turns' ratios of tokens per
+second, and that of the medians of a step's time on rank 0, which a machine's hiccups move less. DSPARK
 then gets the fault that hangs stock SGLang: one draw more on rank 1. Every wait has an end, so a hang is a result, not
 the end of the matrix. OUT is a folder: ``matrix.json`` is written after each step, logs of the engines lie beside it.
 """
@@ -88,9 +88,9 @@ class Matrix:
             name: [round(each["median_us"], 1) for each in self._stretches(engine)[len(seen[name]) :]]
             for name, engine in engines.items()
         }
-        complete = {name: median(found) for name, found in speeds.items() if len(found) == rounds}
-        stock = complete.pop("stock", None)
-        ratios = {name: round(speed / stock, 4) for name, speed in complete.items()} if stock else {}
+        complete = {name: found for name, found in speeds.items() if len(found) == rounds}
+        stock = complete.pop("stock", [])
+        ratios = {name: paired(found, stock) for name, found in complete.items()} if stock else {}
         step = {name: median(found) for name, found in medians.items() if found}
         step_ratios = {name: round(step["stock"] / us, 4) for name, us in step.items() if name != "stock"}
         digests = {name: [each["digest"] for each in answers] for name, answers in given.items()}
@@ -122,6 +122,11 @@ class Matrix:
         return found
 
 
+def paired(found: list[float], stock: list[float]) -> float:
+    """The median of the turns' ratios: in one turn every engine makes the same tokens in the same steps."""
+    return round(median(own / theirs for own, theirs in zip(found, stock, strict=True)), 4)
+
+
 def variants_of(algorithm: str, chosen: str | None) -> dict[str, dict[str, str]]:
     """DSPARK decides most per step: it is measured in every variant, unless some are chosen."""
     if chosen is None and algorithm == "dspark":
@@ -140,9 +145,10 @@ def start(options: argparse.Namespace, algorithms: list[str]) -> Fleet:
             f"fault-{name}": ("dspark", {**VARIANTS[variant], "SHIM_DRAW_STEP": str(step)})
             for name, (variant, step) in FAULT_RUNS.items()
         }
+    shape = {"size": options.size, "layers": options.layers}
     return Fleet(
         [
-            Engine(name, algorithm, environ, 30000 + 1500 * index, options.output, options.size)
+            Engine(name, algorithm, environ, 30000 + 1500 * index, options.output, shape)
             for index, (name, (algorithm, environ)) in enumerate(runs.items())
         ]
     )
@@ -153,6 +159,7 @@ def main() -> None:
     parser.add_argument("output", type=Path)
     parser.add_argument("--algorithms", default="dspark,dflash,ngram,eagle")
     parser.add_argument("--size", choices=SIZES, default="small", help="of the models; see serve.py")
+    parser.add_argument("--layers", type=int, help="of the target, instead of the size's own")
     parser.add_argument("--variants", help=f"of {', '.join(VARIANTS)}; all for DSPARK, else the first two")
     parser.add_argument("--batches", default="1,8,16")
     parser.add_argument("--rounds", type=int, default=10, help="per setting of DSPARK; the others get half")
@@ -166,7 +173,13 @@ def main() -> None:
     if unknown := set(algorithms) - set(ALGORITHMS):
         parser.error(f"unknown algorithms {sorted(unknown)}; known: {', '.join(ALGORITHMS)}")
     options.output.mkdir(parents=True, exist_ok=True)
-    results: dict[str, Any] = {"engine": "sglang 0.5.17", "machine": machine(), "size": options.size, "algorithms": {}}
+    results: dict[str, Any] = {
+        "engine": "sglang 0.5.17",
+        "machine": machine(),
+        "size": options.size,
+        "layers": options.layers,
+        "algorithms": {},
+    }
     fleet = start(options, algorithms)
     try:
         fleet.wait_ready(begin + options.start_s)

@@ -47,7 +47,7 @@ SERVER = {
     "attention_backend": "triton",
     "sampling_backend": "pytorch",
     "mem_fraction_static": 0.9,
-    "max_total_tokens": 32768,
+    "max_total_tokens": 16384,
     "max_running_requests": 16,
     "dtype": "bfloat16",
     "log_level": "info",
@@ -60,9 +60,14 @@ SERVER = {
 }
 
 
-def models(size: str) -> dict[str, dict[str, object]]:
-    """The configuration of the target and of each algorithm's draft model."""
+def models(size: str, layers: int | None) -> dict[str, dict[str, object]]:
+    """The configuration of the target and of each algorithm's draft model.
+
+    Args:
+        layers: of the target; None are those of the size.
+    """
     target: dict[str, object] = {**TARGET, **SIZES[size]}
+    target |= {} if layers is None else {"num_hidden_layers": layers}
     block = {**target, "num_hidden_layers": 2, "num_target_layers": target["num_hidden_layers"]}
     block |= {"attention_bias": False}
     dspark = {"architectures": ["DSparkDraftModel"], "markov_rank": 64, "markov_head_type": "vanilla"}
@@ -84,7 +89,7 @@ def main() -> None:
 
     given = json.loads(sys.argv[1])
     folder = Path(sys.argv[2])
-    for name, config in models(given.pop("size")).items():
+    for name, config in models(**given.pop("shape")).items():
         (folder / name).mkdir(parents=True, exist_ok=True)
         (folder / name / "config.json").write_text(json.dumps(config))
     if "speculative_draft_model_path" in given:
