@@ -3,17 +3,23 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+WORKERS ?= 2
 
-.PHONY: demo test test-engines test-sglang test-vllm lint types bench docs clean
+.PHONY: demo test engines test-engines test-sglang test-vllm lint types bench docs clean
 
 demo: $(VENV)/.installed
 	$(BIN)/specsync demo $(ARGS)
 
+# Most tests wait for ranks more than they compute: two files at a time. WORKERS=0 is one at a time, with output as it comes.
 test: $(VENV)/.installed
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile $(ARGS)
 
 # The real engines on CPU, each version in an environment of its own (.venv-ENGINE-VERSION), built when it is absent.
 # VLLM=0.32.0 builds that version alone: the oldest one comes with 3 GB of CUDA libraries that nothing uses.
+engines: $(VENV)/.installed
+	$(BIN)/python -m tests.engines.sglang.environment
+	$(BIN)/python -m tests.engines.vllm.environment $(VLLM)
+
 test-engines: test-sglang test-vllm
 
 test-sglang: $(VENV)/.installed

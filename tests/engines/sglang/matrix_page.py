@@ -3,8 +3,8 @@
     python -m tests.engines.sglang.matrix_page [RESULTS.xml]
 
 Runs the decision functions in both environments, and builds those that are not whole. RESULTS.xml is what
-``make test-sglang ARGS=--junitxml=RESULTS.xml`` wrote; without it the page has no table of whole engines. The table
-of two GPUs comes from the newest ``benchmarks/results/sglang-two-h200-*.json`` (``benchmarks/sglang_gpu/matrix.py``).
+``make test-sglang ARGS=--junitxml=RESULTS.xml`` wrote; without it the page has no table of whole engines. The tables
+of two GPUs come from ``benchmarks/results/sglang-two-h200-*.json`` (``benchmarks/sglang_gpu/matrix.py``).
 """
 
 from __future__ import annotations
@@ -52,10 +52,11 @@ standard deviations, or, for simulated acceptance, one draw more from rank 1's g
 collective that its peer had not entered, and both lived; `ended by gloo`: the same, but gloo noticed that sizes differ.
 """
 GPUS = """\
-## Two GPUs, CUDA graphs
+## Two GPUs, CUDA graphs{size}
 
-From `{path}` ({machine}). Ratios of tokens per second with specsync to stock, medians of alternating rounds.
+From `{path}` ({machine}). Ratios of tokens per second to stock's, medians of alternating rounds.
 """
+VARIANTS = {"specsync": "specsync", "control": "stock once more", "grouped": "specsync over PyNccl"}
 GPU_RESULTS = ROOT / "benchmarks" / "results"
 
 
@@ -65,8 +66,8 @@ def main() -> None:
     parts = [INTRODUCTION.format(tested=" and ".join(VERSIONS)), *site_table(), "", DECISIONS, *decision_tables()]
     if len(sys.argv) > 1:
         parts += [ENGINES, *engine_table(sys.argv[1]), ""]
-    if results := sorted(GPU_RESULTS.glob("sglang-two-h200-*.json")):
-        parts += [*gpu_part(results[-1]), ""]
+    for results in sorted(GPU_RESULTS.glob("sglang-two-h200-*.json"), reverse=True):
+        parts += [*gpu_part(results), ""]
     PAGE.write_text("\n".join(parts).rstrip() + "\n")
     print(PAGE)
 
@@ -130,14 +131,17 @@ def engine_table(path: str) -> Iterator[str]:
 
 def gpu_part(path: Path) -> Iterator[str]:
     found = json.loads(path.read_text())
-    yield GPUS.format(path=path.relative_to(ROOT), machine=found["machine"])
-    runs = {name: each.get("runs", []) for name, each in found["algorithms"].items()}
+    size = f", {found['size']} models" if "size" in found else ""
+    yield GPUS.format(path=path.relative_to(ROOT), machine=found["machine"], size=size)
+    runs = {name: each["runs"] for name, each in found["algorithms"].items() if each.get("runs")}
     settings = sorted({(run["temperature"], run["batch"]) for each in runs.values() for run in each})
     yield row(["algorithm", *(f"T={temperature:g}, batch {batch}" for temperature, batch in settings), "tokens"])
     yield row(["---"] * (len(settings) + 2))
     for algorithm, each in runs.items():
-        ratios = {(run["temperature"], run["batch"]): run["ratios"].get("specsync") for run in each}
-        yield row([algorithm, *(str(ratios.get(setting) or "not run") for setting in settings), same_tokens(each)])
+        for variant in dict.fromkeys(name for one in each for name in one["ratios"]):
+            ratios = {(one["temperature"], one["batch"]): one["ratios"].get(variant) for one in each}
+            cells = [f"{ratio:.3f}" if (ratio := ratios.get(setting)) else "not run" for setting in settings]
+            yield row([f"{algorithm}, {VARIANTS[variant]}", *cells, same_tokens(each, variant)])
     if fault := found.get("fault"):
         stock = "hung" if fault["stock"]["hung"] else "did not hang"
         tokens = "those" if fault["tokens of the clean run"] else "**not** those"
@@ -145,10 +149,10 @@ def gpu_part(path: Path) -> Iterator[str]:
         yield "without the fault."
 
 
-def same_tokens(runs: Sequence[dict[str, Any]]) -> str:
-    """Whether both engines gave the same text at T=0, round by round."""
+def same_tokens(runs: Sequence[dict[str, Any]], variant: str) -> str:
+    """Whether an engine gave stock's text at T=0, round by round."""
     greedy = [run["digests"] for run in runs if run["temperature"] == 0]
-    equal = [digests["stock"] == digests["specsync"] for digests in greedy if "specsync" in digests]
+    equal = [digests["stock"] == digests[variant] for digests in greedy if variant in digests]
     return (
         "not compared" if not equal else "equal to stock's at T=0" if all(equal) else "**differ** from stock's at T=0"
     )
