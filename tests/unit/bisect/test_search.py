@@ -87,6 +87,21 @@ def test_noise_is_no_culprit(registry: Registry) -> None:
     assert right >= 19
 
 
+@pytest.mark.parametrize("name", [name for name, each in SCENARIOS.items() if each.culprits and each.rate == 1])
+def test_one_bad_run_of_noise_at_any_time_is_no_endless_bisection(registry: Registry, name: str) -> None:
+    """With all sites on it is noise for sure, and then no set's good runs count for another one."""
+    sites = sites_of(registry, "dspark")
+    oracle = replace(SCENARIOS[name], counted=True)
+    for noisy in range(1, 34, 2):
+        run = simulated(oracle, 1)
+
+        def noisy_run(number: int, planned: Next, run=run, noisy=noisy) -> Trial:
+            trial = run(number, planned)
+            return trial.model_copy(update={"outcome": "bad"}) if number == noisy else trial
+
+        assert found_sets(answer(Bisection(sites), noisy_run, most=400)) == set(oracle.culprits), noisy
+
+
 def test_frequent_noise_makes_no_culprit_that_is_called_sure(registry: Registry) -> None:
     """One run in five fails for reasons of its own; three good runs with all on are luck in half of the cases."""
     sites = [site for site in sites_of(registry, "dspark") if site.slug in ("dspark-mem", "dspark-plan", A)]
