@@ -23,6 +23,10 @@ from specsync_core.errors import PayloadError, TransportError
 from specsync_core.testing import FakeGroup, run_fake_ranks
 
 
+NEVER_S = 86400.0
+"""A process that was stopped for a while has not hung: what does not match is known without a time-out."""
+
+
 @dataclass(frozen=True)
 class ThreadCollectives:
     """`specsync_core.demo.model.Collectives` in memory. Calls that do not match raise on every rank, at once."""
@@ -75,7 +79,7 @@ class ThreadEngine:
 
     def run(self, job: Job) -> Ended:
         """Run a job without recordings. Where the ranks' calls do not match, real ranks would hang: it has hung."""
-        ends = dict(enumerate(run_fake_ranks(self._do, len(self._members), args=(job,))))
+        ends = dict(enumerate(run_fake_ranks(self._do, len(self._members), NEVER_S, args=(job,))))
         errors = {rank: end for rank, end in ends.items() if not isinstance(end, JobResult)}
         if not errors:
             return Ended(job, ends, None, None)
