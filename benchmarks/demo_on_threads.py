@@ -22,7 +22,6 @@ from specsync_core.demo.worker import Rank
 from specsync_core.errors import PayloadError, TransportError
 from specsync_core.testing import FakeGroup, run_fake_ranks
 
-
 NEVER_S = 86400.0
 """A process that was stopped for a while has not hung: what does not match is known without a time-out."""
 
