@@ -24,6 +24,8 @@ def shake_hands(store: GroupStore, plan: Plan) -> None:
         raise PlanMismatchError(str(error)) from None
     lines = []
     for rank, other in enumerate(shown):
+        if other["decides"] == shown[0]["decides"]:
+            continue
         names = "on group rank 0", f"on group rank {rank}"
         differences = list(summary_differences(shown[0]["decides"], other["decides"], *names))
         lines += differences[:MOST_DIFFERENCES]

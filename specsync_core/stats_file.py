@@ -69,7 +69,8 @@ class StatsFile:
         self._lock = threading.Lock()
         self._broken = False
         self._write(make=True)
-        util.Finalize(None, self.close, exitpriority=10)  # runs in children of multiprocessing too, unlike atexit
+        # Runs in children of multiprocessing too, unlike atexit.
+        self._at_exit = util.Finalize(None, self.close, exitpriority=10)
         threading.Thread(target=self._watch, name="specsync-stats", daemon=True).start()
 
     def step(self) -> None:
@@ -83,6 +84,7 @@ class StatsFile:
         if self._ended.is_set():
             return
         self._ended.set()
+        self._at_exit.cancel()
         if not uses_cuda():
             self._look(wait=False)
             self._settled = True

@@ -6,15 +6,18 @@ import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from specsync_core.bisect.chances import lower_bound, upper_bound
 from specsync_core.bisect.hitting import Sites
 from specsync_core.bisect.knowledge import Knowledge
 from specsync_core.bisect.order import Suspicion
-from specsync_core.bisect.search import Limits, Question, Search, Verdict
+from specsync_core.bisect.search import RATE_CONFIDENCE, Limits, Question, Search, Verdict
 from specsync_core.bisect.trials import Trial
 from specsync_core.registry import Site
 
 MOST_SIMULATED = 400
 """Trials that an estimate looks ahead."""
+UNSEEN_RATES = (0.3, 0.9, 1.0)
+"""Bad rates that an estimate reckons with before there was a bad run."""
 
 
 @dataclass(frozen=True)
@@ -71,14 +74,18 @@ class Bisection:
         _, _, sites = min(open_needs, key=lambda each: each[:2])  # in turns: the least tried first
         return Next(sites, question.audited, question.why)
 
-    def expected_left(self) -> tuple[int, int]:
-        """Return how many good and bad runs are still to come, if the likeliest answer is the right one.
+    def expected_left(self) -> list[tuple[int, int]]:
+        """Return how many good and bad runs may still be to come: once for each bad rate that what was seen allows.
 
-        The rest is played through once with the most suspicious site of the smallest bad set as the culprit.
+        The rest is played through with the most suspicious site of the smallest bad set as the culprit. Empty when
+        the verdict is there.
         """
         if self.verdict is not None:
-            return 0, 0
-        culprits, rate = self._likeliest()
+            return []
+        culprits = self._likeliest()
+        return [self._play(culprits, rate) for rate in self._rates()]
+
+    def _play(self, culprits: Sequence[Sites], rate: float) -> tuple[int, int]:
         chance = random.Random(len(self.knowledge.trials))
         rest = Bisection(self.sites.values(), self.limits, self.knowledge.trials)
         good = bad = 0
@@ -89,13 +96,20 @@ class Bisection:
             rest.record(Trial(number=number, off=planned.off, outcome="bad" if is_bad else "good"))
         return good, bad
 
-    def _likeliest(self) -> tuple[list[Sites], float]:
+    def _likeliest(self) -> list[Sites]:
         found = [each.sites for each in self.search.found]
-        bad, runs = self.knowledge.own(frozenset(self.sites))
         blamed = [trial.blamed for trial in self.knowledge.trials if trial.outcome == "bad" and trial.off]
         fresh = [sites for sites in blamed if not any(known <= sites for known in found)]
         whole: Sites = frozenset() if found else frozenset(self.sites)
         smallest = self.search.narrowed or min(fresh, key=len, default=whole)
         if smallest:
             found.append(frozenset(self.suspicion.sorted(smallest)[:1]))
-        return found, (bad + 0.5) / (runs + 1) if bad else 0.9
+        return found
+
+    def _rates(self) -> tuple[float, float, float]:
+        """Bad rates of the culprit: as low, as likely and as high as the runs with all candidates off leave it."""
+        bad, runs = self.knowledge.own(frozenset(self.sites))
+        if not bad:
+            return UNSEEN_RATES
+        low, high = lower_bound(bad, runs, RATE_CONFIDENCE), upper_bound(bad, runs, RATE_CONFIDENCE)
+        return low, bad / runs, high

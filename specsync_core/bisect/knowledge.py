@@ -100,9 +100,9 @@ class Knowledge:
         own = self._groups.get(sites, _Group())
         bad = own.bad + self._blamed_from_outside.get(sites, 0)
         best = Tally(bad, own.good)
-        if not self._has_bad_within(sites):
+        if not self.has_bad_within(sites):
             for off in {sites, *(off for off in self._groups if off > sites)}:
-                if not self._has_bad_within(off) and (pooled := self._pool(off)).good > best.good:
+                if not self.has_bad_within(off) and (pooled := self._pool(off)).good > best.good:
                     best = Tally(0, pooled.good, pooled.good - own.good, pooled.by_counts)
         return best
 
@@ -130,7 +130,8 @@ class Knowledge:
                 self._tallies.clear()
                 return
 
-    def _has_bad_within(self, sites: Sites) -> bool:
+    def has_bad_within(self, sites: Sites) -> bool:
+        """Whether the set, or a part of it, was ever bad, be it by noise: then its good runs are no other set's."""
         return any(blamed <= sites for blamed in self._blamed)
 
     def is_untestable(self, sites: Sites) -> bool:

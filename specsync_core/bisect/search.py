@@ -328,11 +328,9 @@ class Search:
         return None
 
     def _to_run(self, sites: Sites, wide: Mapping[Sites, Sites] | None) -> Sites:
-        assert self.test is not None
+        """Return what to run for a set: the larger one, as long as its good runs count as runs of the set."""
         larger = (wide or {}).get(sites, sites)
-        if self.knowledge.is_suspect(larger, self.test, NOISE_ERROR) or self.knowledge.is_untestable(larger):
-            return sites
-        return larger
+        return sites if self.knowledge.has_bad_within(larger) or self.knowledge.is_untestable(larger) else larger
 
     def _is_clear(self, sites: Sites, error: float) -> bool:
         assert self.test is not None

@@ -75,11 +75,22 @@ def tell_state(bisection: Bisection, parallel: int, limit_s: float) -> str:
 
 
 def _time_left(bisection: Bisection, parallel: int, limit_s: float) -> Iterator[str]:
-    good, bad = bisection.expected_left()
-    if not good + bad:
+    if not (rests := bisection.expected_left()):
         return
-    seconds = good * _mean(bisection, "good", limit_s) + bad * _mean(bisection, "bad", limit_s)
-    yield f"about {_count(good + bad, 'more run')}, {_duration(seconds / min(parallel, good + bad))}"
+    good_s, bad_s = _mean(bisection, "good", limit_s), _mean(bisection, "bad", limit_s)
+    runs = [good + bad for good, bad in rests]
+    seconds = [(good * good_s + bad * bad_s) / min(parallel, max(1, good + bad)) for good, bad in rests]
+    more = f"{min(runs)} to {max(runs)} more runs" if min(runs) < max(runs) else _count(max(runs), "more run")
+    yield f"about {more}, {_durations(min(seconds), max(seconds))}"
+
+
+def _durations(least_s: float, most_s: float) -> str:
+    """``2 to 4 min``; where they do not differ as they are shown, ``4 min``."""
+    least, most = _duration(least_s), _duration(most_s)
+    if least == most:
+        return most
+    number, unit = least.split()
+    return f"{number} to {most}" if most.endswith(f" {unit}") else f"{least} to {most}"
 
 
 def _mean(bisection: Bisection, outcome: str, unseen_s: float) -> float:

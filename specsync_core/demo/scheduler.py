@@ -1,4 +1,4 @@
-"""Requests: only rank 0 knows the queue, and broadcasts what arrives on the CPU group.
+"""Requests: only rank 0 knows the queue, and shares what arrives on the CPU group.
 
 Each rank admits and finishes requests by *its own* lengths, as real engines do. That is what turns a divergence
 into a hang: the rank whose request ends first has a free slot and asks for requests on the CPU group, while its
@@ -8,13 +8,9 @@ peer sits in the next forward's all-reduce on the tensor-parallel group (SG #332
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
-
-import torch.distributed as dist
-
-from specsync_core.demo.tensor_parallel import Marks, NoMarks
 
 
 @dataclass(frozen=True)
@@ -51,29 +47,29 @@ class Running:
         return self.output[: self.request.max_new_tokens]
 
 
+Arrived = tuple[list[Request], bool]
+"""What came, and whether more may come."""
+
+Lead = Callable[[Callable[[], Arrived]], Arrived]
+"""Calls its argument on group rank 0 alone, and returns what came of it on every rank. A collective."""
+
+
 class Scheduler:
     """Admits requests to a fixed number of slots.
 
     Args:
         source: the queue; read on group rank 0 only.
         slots: requests that decode at the same time.
-        cpu_group: the group that rank 0 broadcasts requests on; None for a single process.
+        lead: how rank 0 shares what it read; by default there is one rank.
     """
 
-    def __init__(
-        self,
-        source: Iterable[Request],
-        slots: int,
-        cpu_group: dist.ProcessGroup | None = None,
-        marks: Marks | None = None,
-    ) -> None:
+    def __init__(self, source: Iterable[Request], slots: int, lead: Lead = lambda read: read()) -> None:
         self.running: list[Running] = []
         self._source: Iterator[Request] = iter(source)
         self._waiting: deque[Request] = deque()
         self._free = list(range(slots))
         self._open = True
-        self._cpu_group = cpu_group
-        self._marks = marks or NoMarks()
+        self._lead = lead
 
     def admit(self) -> list[Running]:
         """Poll for requests when a slot is free, and put what came into free slots. A collective when it polls."""
@@ -98,14 +94,10 @@ class Scheduler:
         return not (self._open or self._waiting or self.running)
 
     def _poll(self) -> None:
-        message: list[object] = [None]
-        if self._cpu_group is None or dist.get_rank(self._cpu_group) == 0:
-            wanted = len(self._free) - len(self._waiting)
-            arrived = list(islice(self._source, wanted))
-            message = [(arrived, len(arrived) == wanted)]
-        if self._cpu_group is not None:
-            first = dist.get_process_group_ranks(self._cpu_group)[0]
-            with self._marks.waiting("request broadcast", "from rank 0, on the CPU group"):
-                dist.broadcast_object_list(message, src=first, group=self._cpu_group)
-        arrived, self._open = message[0]  # type: ignore[misc]
+        arrived, self._open = self._lead(self._read)
         self._waiting.extend(arrived)
+
+    def _read(self) -> Arrived:
+        wanted = len(self._free) - len(self._waiting)
+        arrived = list(islice(self._source, wanted))
+        return arrived, len(arrived) == wanted

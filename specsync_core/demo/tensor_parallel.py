@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+T = TypeVar("T")
 
 
 class Marks(Protocol):
@@ -61,3 +63,12 @@ class GroupCollectives:
     def _settle(self) -> None:
         if self._wait_for_stream and not torch.cuda.is_current_stream_capturing():
             torch.cuda.current_stream().synchronize()
+
+
+def lead(cpu_group: dist.ProcessGroup, read: Callable[[], T], marks: Marks | None = None) -> T:
+    """Call ``read`` on group rank 0 alone, and return what it returned there on every rank. A collective."""
+    message = [read() if dist.get_rank(cpu_group) == 0 else None]
+    first = dist.get_process_group_ranks(cpu_group)[0]
+    with (marks or NoMarks()).waiting("request broadcast", "from rank 0, on the CPU group"):
+        dist.broadcast_object_list(message, src=first, group=cpu_group)
+    return message[0]  # type: ignore[return-value]

@@ -7,8 +7,10 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from itertools import count
 from pathlib import Path
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -16,16 +18,16 @@ import torch.distributed as dist
 from specsync_core.algorithm import Algorithm, Speculator, SpeculatorContext
 from specsync_core.demo.config import Device, Job, JobResult, World
 from specsync_core.demo.engine import Engine
-from specsync_core.demo.model import Decoder, Weights, init_draft, init_target, shard
+from specsync_core.demo.model import Collectives, Decoder, Weights, init_draft, init_target, shard
 from specsync_core.demo.network import DraftModel
 from specsync_core.demo.plain import PlainSpeculator
-from specsync_core.demo.scheduler import Request, Scheduler
-from specsync_core.demo.tensor_parallel import GroupCollectives
+from specsync_core.demo.scheduler import Lead, Request, Scheduler
+from specsync_core.demo.tensor_parallel import GroupCollectives, Marks, lead
 from specsync_core.diagnostics import FaultInjector, Recorder, parse_faults, recording_path
 from specsync_core.diagnostics.metrics import Metrics
 from specsync_core.diagnostics.watchdog import Watchdog
 from specsync_core.facts import Facts
-from specsync_core.groups import ParallelGroups, TorchGroup
+from specsync_core.groups import Group, ParallelGroups, TorchGroup
 from specsync_core.manager import PluginManager, load_registry, plugin_manager
 from specsync_core.plan import Plan, resolve_plan
 from specsync_core.policy_file import PolicyFile, PolicyTables
@@ -36,12 +38,39 @@ DUMP_AFTER_S = 1.0
 """Sooner than the parent calls a rank that does not move a hang, and ends it."""
 
 
+class Wire(Protocol):
+    """All that a rank has of the others."""
+
+    @property
+    def group(self) -> Group:
+        """What the sites are synced in."""
+        ...
+
+    def collectives(self, marks: Marks | None) -> Collectives:
+        """What the engine's forwards communicate by."""
+        ...
+
+    def lead(self, marks: Marks | None) -> Lead:
+        """How rank 0 shares its requests."""
+        ...
+
+
 @dataclass(frozen=True)
 class Groups:
-    """A rank's process groups: one for tensors, one for what hosts tell each other."""
+    """A rank's process groups: one for tensors, one for what hosts tell each other. A `Wire`."""
 
     tp: dist.ProcessGroup
     cpu: dist.ProcessGroup
+
+    @property
+    def group(self) -> TorchGroup:
+        return TorchGroup(self.tp, self.cpu)
+
+    def collectives(self, marks: Marks | None) -> GroupCollectives:
+        return GroupCollectives(self.tp, marks)
+
+    def lead(self, marks: Marks | None) -> Lead:
+        return partial(lead, self.cpu, marks=marks)
 
 
 def connect(world: World, rank: int, rendezvous: Path) -> Groups:
@@ -79,7 +108,7 @@ class Rank:
         folder: where recordings go, one directory per job.
     """
 
-    def __init__(self, world: World, rank: int, groups: Groups, folder: Path) -> None:
+    def __init__(self, world: World, rank: int, groups: Wire, folder: Path) -> None:
         self.world = world
         self.rank = rank
         self.groups = groups
@@ -97,7 +126,7 @@ class Rank:
         recorder = self._recorder(job, plan) if job.recorded else None
         injector = FaultInjector(parse_faults(job.fault, self.registry, "--fault"), self.rank, allowed=True)
         taps: list[Tap] = [*([injector] if injector.faults else []), *([recorder] if recorder else [])]
-        sync = SpecTpSync(ParallelGroups(tp=TorchGroup(self.groups.tp, self.groups.cpu)), plan, taps=taps)
+        sync = SpecTpSync(ParallelGroups(tp=self.groups.group), plan, taps=taps)
         metrics = Metrics(sync) if job.control else None  # a job that is controlled is one that is watched
 
         def after_step(step: int) -> None:
@@ -105,11 +134,13 @@ class Rank:
                 metrics.update()
             on_step(step)
 
-        with recorder or nullcontext(), self._watchdog(recorder, sync):
-            engine = self._engine(job, sync, recorder)
-            on_step(0)
-            outcome = engine.run(job.steps, after_step)
-        sync.save_stats()  # the parent ends ranks that are done
+        try:
+            with recorder or nullcontext(), self._watchdog(recorder, sync):
+                engine = self._engine(job, sync, recorder)
+                on_step(0)
+                outcome = engine.run(job.steps, after_step)
+        finally:
+            sync.save_stats()  # the parent ends ranks that are done, and one that fails leaves its process at once
         if metrics is not None:
             metrics.update(now=True)
         if sync.control is not None:
@@ -152,7 +183,7 @@ class Rank:
 
     def _engine(self, job: Job, sync: SpecTpSync, recorder: Recorder | None) -> Engine:
         world, config = self.world, self.world.config
-        collectives = GroupCollectives(self.groups.tp, recorder)
+        collectives = self.groups.collectives(recorder)
         target = Decoder(config, self._shards[0], collectives)
         algorithm = self.algorithms[job.algorithm] if job.algorithm else None
         draft = Decoder(config.draft(), self._shards[1], collectives, "draft") if algorithm else None
@@ -161,7 +192,7 @@ class Rank:
             target,
             draft,
             lambda network: self._bind(job, algorithm, network, sync),
-            Scheduler(requests, world.slots, self.groups.cpu, recorder),
+            Scheduler(requests, world.slots, self.groups.lead(recorder)),
             slots=world.slots,
             max_len=max(map(len, world.prompts)) + max(world.new_tokens),
             counter=sync,

@@ -29,12 +29,12 @@ def test_the_table_is_the_measured_one():
 def test_the_results_hold_what_was_asked_for():
     results = json.loads(RESULTS.read_text())
     assert RESULTS.read_text() == _written(results)
-    assert set(results["simulated"]) == set(results["demo"]) == set(DEMO)
-    for name, entry in results["simulated"].items():
-        for kind, found in entry.items():
-            if kind != "plain halving":
-                assert (name, kind, found["of"]) == (name, kind, 100)
-                assert found["right"] >= 95, (name, kind)
+    assert set(results["threads"]) == set(results["simulated"]) == set(results["demo"]) == set(DEMO)
+    for name, entry in results["threads"].items():
+        assert len(results["simulated"][name]["runs"]) == 100, name
+        assert len(set(entry["seeds"])) == len(entry["bisect"]["runs"]) == len(entry["plain halving"]["runs"]), name
+        for done in (entry["bisect"], results["simulated"][name]):
+            assert len(done["wrong"]) <= 0.05 * len(done["runs"]), name
         assert results["demo"][name]["right"], name
 
 

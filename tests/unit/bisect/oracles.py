@@ -75,30 +75,36 @@ def answer(bisection: Bisection, run: Callable[[int, Next], Trial], parallel: in
     return bisection.verdict
 
 
-def simulate(sites: Sequence[Site], oracle: Oracle, seed: int, parallel: int = 1) -> tuple[Bisection, Verdict]:
+def simulated(oracle: Oracle, seed: int) -> Callable[[int, Next], Trial]:
+    """The oracle as a command, whose chances come from the seed."""
     chance = random.Random(seed)
+    return lambda number, planned: oracle.run(number, planned.off, planned.audited, chance)
+
+
+def simulate(sites: Sequence[Site], oracle: Oracle, seed: int, parallel: int = 1) -> tuple[Bisection, Verdict]:
     bisection = Bisection(sites)
-    verdict = answer(bisection, lambda n, planned: oracle.run(n, planned.off, planned.audited, chance), parallel)
-    return bisection, verdict
+    return bisection, answer(bisection, simulated(oracle, seed), parallel)
 
 
 def found_sets(verdict: Verdict) -> set[frozenset[str]]:
     return {each.sites for each in verdict.found}
 
 
-def halve(sites: Sequence[Site], oracle: Oracle, seed: int) -> tuple[set[frozenset[str]], int]:
+def halve(sites: Sequence[Site], run: Callable[[int, Next], Trial]) -> tuple[set[frozenset[str]], int]:
     """Plain halving, as by hand: one run decides; where neither half is bad, sites are dropped one by one.
+
+    Args:
+        run: as `answer` takes it.
 
     Returns:
         What it finds, and its number of runs.
     """
-    chance = random.Random(seed)
     runs = 0
 
     def bad(off: frozenset[str]) -> bool:
         nonlocal runs
         runs += 1
-        return oracle.run(runs, off, False, chance).outcome == "bad"
+        return run(runs, Next(off, False, "halving")).outcome == "bad"
 
     left = [site.slug for site in sites]
     if not bad(frozenset(left)):

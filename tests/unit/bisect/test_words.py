@@ -12,7 +12,7 @@ import pytest
 from specsync_core.bisect.core import Bisection, Next
 from specsync_core.bisect.search import Limits
 from specsync_core.bisect.trials import Trial
-from specsync_core.bisect.words import Summary, name_off, tell_state, tell_trial
+from specsync_core.bisect.words import Summary, _durations, name_off, tell_state, tell_trial
 from specsync_core.registry import Registry
 from tests.unit.bisect.oracles import CALLED, PAIR, SCENARIOS, TWO, A, B, Oracle, answer, sites_of
 
@@ -158,11 +158,21 @@ def test_names_of_large_sets(registry: Registry) -> None:
 
 def test_lines_while_it_runs(bisection: Bisection) -> None:
     state = tell_state(bisection, 1, 600.0)
-    assert re.fullmatch(r"now all sites on; about \d+ more runs, [\d.]+ h", state)
+    assert re.fullmatch(r"now all sites on; about \d+ to \d+ more runs, [\d.]+ to [\d.]+ h", state)
     trial = replace(SCENARIOS["one culprit"], counted=True).run(1, frozenset(), False, random.Random(0))
     bisection.record(trial.model_copy(update={"detail": "ended well"}))
     line = tell_trial(bisection.knowledge.trials[0], bisection)
     # No run was bad so far: one that is may hang.
-    assert re.search(r"about \d+ more runs, [\d.]+ (h|min)$", tell_state(bisection, 1, 600.0))
+    assert re.search(
+        r"about \d+ to \d+ more runs, [\d.]+ (min |h )?to [\d.]+ (h|min)$", tell_state(bisection, 1, 600.0)
+    )
     assert tell_state(bisection, 1, 1.0).endswith(" s")
     assert line == f"trial 1: all sites on: good (ended well, 1.0 s); ranks differed first at {A}"
+
+
+@pytest.mark.parametrize(
+    ("least_s", "most_s", "words"),
+    [(120, 250, "2 to 4 min"), (40, 250, "40 s to 4 min"), (31, 31.2, "31 s"), (1.25, 9.0, "1.2 to 9.0 s")],
+)
+def test_ranges_of_time(least_s: float, most_s: float, words: str) -> None:
+    assert _durations(least_s, most_s) == words
