@@ -255,8 +255,8 @@ def _open(store: GroupStore, timeout_s: float) -> LocalWire | None:
     """Connect all ranks, or none."""
     listener, offer = _listen() if store.rank == 0 else (None, {})
     try:
-        offers = store.exchange("sockets", {"place": own_identity()["place"], **offer}, timeout_s)
-        connections, finding = _connect(store, listener, offers)
+        offers = store.exchange("sockets", {"place": _place(), **offer}, timeout_s)
+        connections, finding = _connect(store, listener, offers, min(OPEN_S, timeout_s / 2))
     finally:
         if listener is not None:
             listener.close()
@@ -268,6 +268,14 @@ def _open(store: GroupStore, timeout_s: float) -> LocalWire | None:
             logger.info("host tensors and agreements travel over gloo: %s", found)
         return None
     return LocalWire(store, connections, timeout_s)
+
+
+def _place() -> str | None:
+    """Where such sockets and process ids mean the same: this machine, its pid and its network namespace."""
+    place = own_identity()["place"]
+    with suppress(OSError):
+        return place and f"{place} {os.readlink('/proc/self/ns/net')}"
+    return None
 
 
 def _listen() -> tuple[socket.socket | None, dict[str, str]]:
@@ -282,7 +290,7 @@ def _listen() -> tuple[socket.socket | None, dict[str, str]]:
 
 
 def _connect(
-    store: GroupStore, listener: socket.socket | None, offers: list[dict[str, Any]]
+    store: GroupStore, listener: socket.socket | None, offers: list[dict[str, Any]], limit_s: float
 ) -> tuple[dict[int, socket.socket], str | None]:
     """This rank's connections, and what went wrong."""
     away = [rank for rank, offer in enumerate(offers) if offer["place"] != offers[0]["place"] or not offer["place"]]
@@ -292,9 +300,9 @@ def _connect(
         return {}, "sockets of the kind needed exist on Linux only"
     try:
         if listener is not None:
-            return _accept(listener, offers[0]["secret"], store.world_size), None
+            return _accept(listener, offers[0]["secret"], store.world_size, limit_s), None
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        connection.settimeout(OPEN_S)
+        connection.settimeout(limit_s)
         connection.connect(f"\0{offers[0]['address']}")
         connection.sendall(HELLO.pack(offers[0]["secret"].encode(), store.rank))
         return {0: connection}, None
@@ -302,9 +310,9 @@ def _connect(
         return {}, f"group rank {store.rank}: {error.strerror or error}"
 
 
-def _accept(listener: socket.socket, secret: str, world_size: int) -> dict[int, socket.socket]:
+def _accept(listener: socket.socket, secret: str, world_size: int, limit_s: float) -> dict[int, socket.socket]:
     """One connection from each peer: of this user, and knowing the secret. Others are closed."""
-    deadline = time.monotonic() + OPEN_S
+    deadline = time.monotonic() + limit_s
     found: dict[int, socket.socket] = {}
     while len(found) < world_size - 1:
         listener.settimeout(max(0.01, deadline - time.monotonic()))

@@ -5,6 +5,7 @@ import torch.distributed as dist
 from specsync_core import Facts, ParallelGroups, SpecTpSync, TorchGroup, load_registry, resolve_plan
 from specsync_core.consensus import Ask, agree_over, agree_together
 from specsync_core.errors import PayloadError, SpecSyncError, TransportError
+from specsync_core.local_wire import LocalWire
 from specsync_core.testing import run_ranks
 
 
@@ -120,17 +121,17 @@ def consensus_sync(policy: str = "all") -> SpecTpSync:
 
 def counted_gathers(fn):
     """Run ``fn`` and count the collectives of this rank."""
-    made, original = [], dist.all_gather
+    made, original = [], LocalWire.gather
 
-    def all_gather(*args, **kwargs):
+    def gather(*args, **kwargs):
         made.append(1)
         return original(*args, **kwargs)
 
-    dist.all_gather = all_gather
+    LocalWire.gather = gather
     try:
         return fn(), len(made)
     finally:
-        dist.all_gather = original
+        LocalWire.gather = original
 
 
 def several_at_once(rank: int, world_size: int) -> dict[str, object]:

@@ -146,8 +146,7 @@ def test_a_peer_that_is_gone_is_named(how):
 def open_elsewhere(rank: int, world_size: int, case: str) -> tuple[bool, list[int]]:
     """A group whose ranks cannot all be reached has no wire, on any rank, and agrees over gloo."""
     if case == "other machine":
-        identity = {**local_wire.own_identity(), "place": f"machine {rank}"}
-        local_wire.own_identity = lambda: identity
+        local_wire._place = lambda: f"machine {rank}"
     elif rank == 1:
         local_wire.HELLO = type("Refused", (), {"pack": staticmethod(refuse)})
     sync = planned_sync()
@@ -161,8 +160,7 @@ def refuse(*args: object) -> bytes:
 
 
 @pytest.mark.parametrize("case", ["other machine", "no connection"])
-def test_where_it_cannot_be_opened_every_rank_goes_over_gloo(case, monkeypatch):
-    monkeypatch.setattr(local_wire, "OPEN_S", 2.0)
+def test_where_it_cannot_be_opened_every_rank_goes_over_gloo(case):
     assert run_ranks(open_elsewhere, 3, 60, (case,)) == [(True, [3, 3])] * 3
 
 
@@ -175,7 +173,7 @@ def test_strangers_are_turned_away():
         ends[-1].connect(address)
         ends[-1].sendall(hello)
     ends[0].shutdown(socket.SHUT_WR)
-    found = local_wire._accept(listener, offer["secret"], 2)
+    found = local_wire._accept(listener, offer["secret"], 2, 10.0)
     assert list(found) == [1]
     for end in ends[:3]:
         end.settimeout(1)

@@ -4,8 +4,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from specsync_core import local_wire
 from specsync_core.errors import PayloadError, TransportError
 from specsync_core.groups import TorchGroup
+from specsync_core.local_wire import LocalWire, wire_of
 from specsync_core.payload import Packet, describe
 from specsync_core.testing import run_ranks
 from specsync_core.transports import choose_transport
@@ -16,16 +18,6 @@ CPU = torch.device("cpu")
 HOST = {name: build for name, build in TRANSPORTS.items() if name != "one-shot"}
 """The transports that work on host memory."""
 NO_GPU = ("one-shot", "every rank: it needs CUDA tensors")
-
-
-class CountingGroup(TorchGroup):
-    def __init__(self) -> None:
-        super().__init__()
-        self.broadcasts = 0
-
-    def broadcast(self, tensor, src=0):
-        self.broadcasts += 1
-        return super().broadcast(tensor, src)
 
 
 def conformance(rank: int, world_size: int) -> dict[str, list[str]]:
@@ -50,20 +42,27 @@ def triple(rank: int) -> tuple[torch.Tensor, ...]:
     return torch.arange(8) + rank, torch.arange(8) * rank, (torch.arange(8) + rank) % 2 == 0
 
 
-def count_broadcasts(rank: int, world_size: int) -> dict[str, int]:
-    counts = {}
+def count_broadcasts(rank: int, world_size: int, wired: bool) -> dict[str, int]:
+    """Over the sockets of one machine, or by the group's own broadcast."""
+    counts, made = {}, []
+    if not wired:
+        local_wire._place = lambda: f"machine {rank}"
+    for kind in (LocalWire, TorchGroup):
+        original = kind.broadcast
+        kind.broadcast = lambda *args, original=original, **kwargs: (made.append(1), original(*args, **kwargs))[1]
     for name, build in HOST.items():
-        group = CountingGroup()
-        transport, tensors = build(group), triple(rank)
+        made.clear()
+        transport, tensors = build(TorchGroup()), triple(rank)
         packet = Packet("counted", describe(tensors), 0)
         transport.prepare(packet, tensors)
         transport.overwrite_(packet, tensors)
-        counts[name] = group.broadcasts
+        counts[name] = len(made)
     return counts
 
 
-def test_three_tensors_are_one_collective_grouped_and_three_otherwise():
-    assert run_ranks(count_broadcasts, 2) == [{"grouped": 1, "group": 3}] * 2
+@pytest.mark.parametrize("wired", [True, False])
+def test_three_tensors_are_one_collective_grouped_and_three_otherwise(wired):
+    assert run_ranks(count_broadcasts, 2, args=(wired,)) == [{"grouped": 1, "group": 3}] * 2
 
 
 def mismatched_call(rank: int, world_size: int, sizes: tuple[int, int], names: tuple[str, str]) -> str:
@@ -109,12 +108,10 @@ def skipped_call(rank: int, world_size: int) -> str:
     tensors = (torch.arange(4) + rank,)
     packet = Packet("plan", describe(tensors), 0)
     transport.prepare(packet, tensors)
-    if rank == 0:  # its first call meets nobody: gloo's small sends do not wait
+    if rank == 0:
         transport.overwrite_(packet, tensors)
-        dist.broadcast(torch.zeros(1, dtype=torch.uint8), src=0)
-    else:
-        dist.broadcast(torch.zeros(512, dtype=torch.uint8), src=0)
-        dist.broadcast(torch.zeros(1, dtype=torch.uint8), src=0)
+    else:  # what took the message was no call of this site
+        wire_of(dist.group.WORLD).broadcast(memoryview(bytearray(512)))
     try:
         transport.overwrite_(packet, tensors)
     except PayloadError as error:

@@ -22,8 +22,8 @@ settings.load_profile("specsync")
 
 @pytest.fixture(autouse=True)
 def _no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The settings of the shell that runs the tests are not about them."""
-    for variable in VARIABLES:
+    """The settings of the shell that runs the tests are not about them, nor is the width of its terminal."""
+    for variable in (*VARIABLES, "COLUMNS"):
         monkeypatch.delenv(variable, raising=False)
 
 
