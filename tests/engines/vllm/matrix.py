@@ -44,6 +44,10 @@ SETUPS = {
     "V2, dflash": Setup(DFLASH, BRIEF, V2, tokens=8),
     "V2, eagle": Setup(EAGLE, (*VERDICTS, SEED), V2, tokens=12),
     "V2, async, eagle": Setup(EAGLE, (*VERDICTS, SEED), V2 | ASYNC, tokens=12),
+    "V2, async, draft_model": Setup(DRAFT_MODEL, BRIEF, V2 | ASYNC, tokens=8),
+    "V2, async, eagle3": Setup(EAGLE3, BRIEF, V2 | ASYNC, target="deep", tokens=8),
+    "V2, async, mtp": Setup(MTP, BRIEF, V2 | ASYNC, target="mimo", tokens=8),
+    "V2, async, dflash": Setup(DFLASH, BRIEF, V2 | ASYNC, tokens=8),
 }
 
 
