@@ -52,7 +52,7 @@ ALLOWED = {
     ("specsync_core/testing/ranks.py", "pickle"): "values of ranks that it started, over pipes that only they hold",
     ("specsync_core/engines/late_import.py", "exec_module"): "hands on to the loader of a module the engine imports",
     ("specsync_core/transports/communicators.py", "broadcast_object_list"): "NCCL's id, among the ranks of one job",
-    ("specsync_core/demo/tensor_parallel.py", "broadcast_object_list"): "requests, from rank 0 to ranks of the same parent",
+    ("specsync_core/demo/tensor_parallel.py", "broadcast_object_list"): "requests, from rank 0 to its siblings",
 }
 """File and name, with the reason why what it reads is not foreign."""
 
