@@ -53,7 +53,8 @@ class BoundedStore:
     Args:
         store: any of torch's. A ``TCPStore`` is cloned, so that a long wait over the engine's own connection does
             not hold these calls up.
-        poll: a bound method, called by the thread every `pause_s`; held weakly. What it raises is dropped.
+        poll: a bound method, called by the thread every `pause_s`; held weakly. What it raises says why the store is
+            lost; it is called all the same from then on, and must ask the store nothing more.
     """
 
     def __init__(self, store: Store, poll: Callable[[], None]) -> None:
@@ -129,7 +130,7 @@ class BoundedStore:
                 next_look = time.monotonic() + self.pause_s
 
     def _look(self) -> bool:
-        """Look for news; False when nobody is left to hear them, or there is no store to ask."""
+        """Look for news; False when nobody is left to hear them."""
         poll = self._poll()
         if poll is None:
             return False
@@ -137,7 +138,6 @@ class BoundedStore:
             poll()
         except Exception as error:
             self.lost = self.lost or (str(error).splitlines() or [type(error).__name__])[0]
-            return False
         return True
 
     def close(self, timeout_s: float = 0.5) -> None:

@@ -150,8 +150,8 @@ class GroupStore:
         record = {"kind": type(error).__name__, "reason": f"group rank {self.rank} gave up: {error}"}
         if self._failure is None:
             self._failure = record
-            with suppress(StoreLostError):
-                if not self._store.check("failure"):
+            with suppress(StoreLostError, RuntimeError):
+                if self._store.lost is None and not self._store.check("failure"):
                     self._store.set("failure", json.dumps(record))
 
     def give_up(self, what: str, why: str, cause: BaseException | None = None) -> NoReturn:
@@ -295,9 +295,13 @@ class GroupStore:
         return f"waits in {what}{at} for {time.monotonic() - since:.1f} s"
 
     def _look_for_news(self) -> None:
-        """What the store's thread does a few times a second."""
+        """What the store's thread does a few times a second; without the store, what it can see from here."""
         self._notice_ends()
+        if self._store.lost is None:
+            self._read_news()
         self._stop_waits()
+
+    def _read_news(self) -> None:
         self._read_failure()
         self._stop_waits()
         self._hear()

@@ -235,6 +235,10 @@ def trace_collectives(folder: Path) -> None:
 
     for name in ("all_reduce", "broadcast", "all_gather", "all_gather_into_tensor", "gather", "barrier"):
         setattr(torch.distributed, name, traced(name, getattr(torch.distributed, name)))
+    from specsync_core.local_wire import LocalWire
+
+    for name in ("broadcast", "gather"):
+        setattr(LocalWire, name, traced(f"specsync's {name}", getattr(LocalWire, name)))
 
 
 class HistoryCorpus:
