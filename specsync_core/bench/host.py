@@ -1,4 +1,4 @@
-"""The rows that are measured on CPUs, over gloo. Runs on every rank."""
+"""The rows that are measured on CPUs: gloo, and what beats it. Runs on every rank."""
 
 from __future__ import annotations
 
