@@ -176,9 +176,11 @@ class GroupStore:
         """A peer whose process has ended will not come to any call: say so before one waits for it in vain."""
         now = time.monotonic()
         for rank, identity in self._identities.items():
-            if rank == self.rank or self._failure is not None or ending_of(identity) != HAS_ENDED:
+            if rank == self.rank or self._failure is not None:
                 continue
-            if now - self._ended.setdefault(rank, now) >= END_GRACE_S:
+            if ending_of(identity) != HAS_ENDED:
+                self._ended.pop(rank, None)
+            elif now - self._ended.setdefault(rank, now) >= END_GRACE_S:
                 self.fail(TransportError(f"group rank {rank} ({name_of(identity)}) {HAS_ENDED}"))
 
     def _stop_waits(self) -> None:
