@@ -175,7 +175,7 @@ class GroupStore:
     def _notice_ends(self) -> None:
         """A peer whose process has ended will not come to any call: say so before one waits for it in vain."""
         now = time.monotonic()
-        for rank, identity in self._identities.items():
+        for rank, identity in list(self._identities.items()):  # a roll call on another thread may add to them
             if rank == self.rank or self._failure is not None:
                 continue
             if ending_of(identity) != HAS_ENDED:

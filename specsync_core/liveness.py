@@ -30,9 +30,22 @@ def ending_of(identity: dict[str, Any] | None) -> str | None:
     if identity is None or identity["place"] is None or identity["place"] != _place():
         return None
     state, start = _stat(identity["pid"])
-    if state is None or start != identity["start"]:  # gone, or its number belongs to another process now
+    if state is None:
+        return HAS_ENDED if _is_gone(identity["pid"]) else None
+    if start != identity["start"]:  # its number belongs to another process now
         return HAS_ENDED
     return STATES.get(state)
+
+
+def _is_gone(pid: int) -> bool:
+    """Whether no process has this number; a ``/proc`` that hides it (hidepid), or cannot be read, does not say so."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except OSError:
+        pass
+    return False
 
 
 def standstill_of(pid: int) -> str | None:
@@ -43,6 +56,8 @@ def standstill_of(pid: int) -> str | None:
 def _place() -> str | None:
     """What a pid is relative to: this boot of this machine, and the pid namespace."""
     try:
+        if os.readlink("/proc/self") != str(os.getpid()):
+            return None  # the /proc of another pid namespace: what it says of a number is about someone else
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
     except OSError:

@@ -24,7 +24,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from specsync_core.errors import PayloadError, TransportError
+from specsync_core.errors import PayloadError, SpecSyncError, TransportError
 from specsync_core.group_store import GroupStore, store_of
 from specsync_core.liveness import own_identity
 
@@ -71,6 +71,8 @@ class LocalWire:
         self._lines = [_Line(rank, connection) for rank, connection in sorted(connections.items())]
         self._calls = 0
         self._broken = False
+        self._slices = 0
+        """Of waiting, in the call that is under way."""
         self._lock = threading.Lock()
 
     def broadcast(self, view: memoryview) -> int:
@@ -108,10 +110,19 @@ class LocalWire:
         if self._broken:
             raise TransportError(f"{what}: an earlier call on this group's sockets failed; end the group's processes.")
         self._calls = (self._calls + 1) & 0xFFFFFFFF
+        self._slices = 0
         self._broken = True  # until it has ended well: whatever interrupts a message leaves half of it behind
         self._store.enter(what)
         try:
             found = act(payload, what)
+        except BaseException as error:  # an interrupt too: the peers wait for this rank, or will
+            own = (
+                error
+                if isinstance(error, SpecSyncError)
+                else TransportError(f"{what}: {type(error).__name__}: {error}")
+            )
+            self._store.fail(own)
+            raise
         finally:
             self._store.leave()
         self._broken = False
@@ -181,12 +192,11 @@ class LocalWire:
     def _send(self, line: _Line, kind: bytes, payload: memoryview | bytes, what: str) -> None:
         left = memoryview(payload)
         head = HEAD.pack(kind, self._calls, len(left))
-        slices = 0
         while True:
             try:
                 sent = line.connection.sendmsg((head, left)) if head else line.connection.send(left)
             except TimeoutError:
-                slices = self._go_on(line, slices, what)
+                self._go_on(line, what)
                 continue
             except OSError as error:
                 self._lose(line, error, what)
@@ -196,12 +206,11 @@ class LocalWire:
                 return
 
     def _receive(self, line: _Line, view: memoryview, what: str) -> None:
-        slices = 0
         while view:
             try:
                 got = line.connection.recv_into(view)
             except TimeoutError:
-                slices = self._go_on(line, slices, what)
+                self._go_on(line, what)
                 continue
             except OSError as error:
                 self._lose(line, error, what)
@@ -209,14 +218,13 @@ class LocalWire:
                 self._lose(line, None, what)
             view = view[got:]
 
-    def _go_on(self, line: _Line, slices: int, what: str) -> int:
+    def _go_on(self, line: _Line, what: str) -> None:
         """One slice of a wait is over: raise when a peer has given up, or when it was the last."""
         self._store.glance()
-        slices += 1
-        if slices * SLICE_S >= self._timeout_s:
+        self._slices += 1
+        if self._slices * SLICE_S >= self._timeout_s:
             self._store.raise_failure()
             self._store.give_up(what, f"no word from group rank {line.rank} within {self._timeout_s:g} s")
-        return slices
 
     def _lose(self, line: _Line, error: OSError | None, what: str) -> NoReturn:
         time.sleep(0.05)  # a peer that gave up says why before it ends
@@ -283,9 +291,12 @@ def _listen() -> tuple[socket.socket | None, dict[str, str]]:
     if not sys.platform.startswith("linux"):
         return None, {}
     address = f"specsync-{secrets.token_hex(16)}"
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    listener.bind(f"\0{address}")
-    listener.listen(128)
+    try:
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        listener.bind(f"\0{address}")
+        listener.listen(128)
+    except OSError as error:  # a sandbox forbids it, or no file descriptor is left: the peers must hear so
+        return None, {"refused": str(error.strerror or error)}
     return listener, {"address": address, "secret": secrets.token_hex(16)}
 
 
@@ -297,7 +308,7 @@ def _connect(
     if away:
         return {}, f"group rank {', '.join(map(str, away))} not on the machine, or in the container, of group rank 0"
     if "address" not in offers[0]:
-        return {}, "sockets of the kind needed exist on Linux only"
+        return {}, offers[0].get("refused", "sockets of the kind needed exist on Linux only")
     try:
         if listener is not None:
             return _accept(listener, offers[0]["secret"], store.world_size, limit_s), None
@@ -315,17 +326,22 @@ def _accept(listener: socket.socket, secret: str, world_size: int, limit_s: floa
     deadline = time.monotonic() + limit_s
     found: dict[int, socket.socket] = {}
     while len(found) < world_size - 1:
-        listener.settimeout(max(0.01, deadline - time.monotonic()))
+        if (left_s := deadline - time.monotonic()) <= 0:
+            raise TimeoutError("not every peer has connected in time")
+        listener.settimeout(left_s)
         connection, _ = listener.accept()
-        connection.settimeout(1.0)
+        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
+        _, uid, _ = CREDENTIALS.unpack(credentials)
+        if uid != os.geteuid():  # before a word is waited for: another user could hold the opening up
+            connection.close()
+            continue
+        connection.settimeout(min(1.0, left_s))
         hello = b""
         with suppress(OSError):
             while len(hello) < HELLO.size and (more := connection.recv(HELLO.size - len(hello))):
                 hello += more
-        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
-        _, uid, _ = CREDENTIALS.unpack(credentials)
         said, rank = HELLO.unpack(hello.ljust(HELLO.size))
-        if uid == os.geteuid() and hmac.compare_digest(said, secret.encode()) and 0 < rank < world_size:
+        if hmac.compare_digest(said, secret.encode()) and 0 < rank < world_size:
             found[rank] = connection
         else:
             connection.close()

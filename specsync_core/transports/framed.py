@@ -88,20 +88,21 @@ class FramedTransport:
             CALL.pack_into(memory, 0, frame.calls)
             memory[CALL.size : HEADER_BYTES] = layout.label
             copy_all_(layout.views, tensors)
+        size = layout.end
         if self._wire is not None:
-            self._wire.broadcast(memory[: layout.end])
+            size = self._wire.broadcast(memory[: layout.end])
         else:
             self._group.broadcast(frame.buffer, src=0)
         if self._is_root:
             return tensors
-        self._check_header(layout, packet)
+        self._check_header(layout, packet, size)
         return layout.views
 
-    def _check_header(self, layout: _Layout, packet: Packet) -> None:
+    def _check_header(self, layout: _Layout, packet: Packet, size: int) -> None:
         frame = layout.frame
         (calls,) = CALL.unpack_from(frame.memory)
         label = frame.memory[CALL.size : HEADER_BYTES]
-        if calls == frame.calls and label == layout.label:
+        if calls == frame.calls and label == layout.label and size == layout.end:  # labels may be cut off
             return
         theirs = bytes(label).rstrip(b"\0").decode(errors="replace") or "something that is not a specsync frame"
         raise PayloadError(
