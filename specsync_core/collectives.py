@@ -35,7 +35,6 @@ def wait(work: Any, cpu_group: dist.ProcessGroup, what: str) -> None:
             except RuntimeError as error:
                 store.glance()
                 if has_ended:
-                    store.raise_failure()
                     store.give_up(what, native_words(error), error)
                 # Only the slice is over, or the collective: then the next turn raises again, or it did end well.
                 has_ended = work.is_completed()

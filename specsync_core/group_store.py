@@ -155,12 +155,13 @@ class GroupStore:
                     self._store.set("failure", json.dumps(record))
 
     def give_up(self, what: str, why: str, cause: BaseException | None = None) -> NoReturn:
-        """Call the roll, tell the peers, and raise: a wait of this rank has failed.
+        """A wait of this rank has failed: raise what a peer gave up for, else call the roll, tell the peers, and raise.
 
         Args:
             what: it waited in.
             why: as far as it can see.
         """
+        self.raise_failure()
         place = f" of {self.place}" if self.place else ""
         failure = TransportError(
             f"{what}{place} on group rank {self.rank} of {self.world_size}: {why}\n  {self.roll_call()}"
@@ -299,11 +300,9 @@ class GroupStore:
     def _look_for_news(self) -> None:
         """What the store's thread does a few times a second; without the store, what it can see from here."""
         self._notice_ends()
-        if self._store.lost is None:
-            self._read_news()
         self._stop_waits()
-
-    def _read_news(self) -> None:
+        if self._store.lost is not None:
+            return
         self._read_failure()
         self._stop_waits()
         self._hear()

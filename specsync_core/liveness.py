@@ -1,9 +1,10 @@
-"""Whether the process of a peer still lives, as far as this machine can tell. No torch."""
+"""Who a peer is, and whether its process still lives, as far as this machine can tell. No torch."""
 
 from __future__ import annotations
 
 import os
 import socket
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,18 @@ def _is_gone(pid: int) -> bool:
     except OSError:
         pass
     return False
+
+
+def peer_of(connection: socket.socket) -> tuple[int, int] | None:
+    """Return the process and the user that opened the other end of a Unix socket; None where the system does not tell.
+
+    The process is 0 where its number means nothing in this pid namespace.
+    """
+    if not hasattr(socket, "SO_PEERCRED"):
+        return None
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    pid, uid, _ = struct.unpack("3i", credentials)
+    return pid, uid
 
 
 def standstill_of(pid: int) -> str | None:

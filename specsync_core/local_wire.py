@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from specsync_core.errors import PayloadError, SpecSyncError, TransportError
 from specsync_core.group_store import GroupStore, store_of
-from specsync_core.liveness import own_identity
+from specsync_core.liveness import own_identity, peer_of
 
 logger = logging.getLogger("specsync")
 
@@ -40,8 +40,6 @@ CAST, ACK, GIVE, ALL = b"cast", b"ack ", b"give", b"all "
 KINDS = {CAST: "a broadcast", ACK: "the end of a broadcast", GIVE: "an agreement", ALL: "an agreement"}
 HELLO = struct.Struct("<32sI")
 """A peer's first bytes: the secret, and its group rank."""
-CREDENTIALS = struct.Struct("3i")
-"""Of the process at the other end: pid, uid, gid."""
 
 
 class _Line:
@@ -223,12 +221,10 @@ class LocalWire:
         self._store.glance()
         self._slices += 1
         if self._slices * SLICE_S >= self._timeout_s:
-            self._store.raise_failure()
             self._store.give_up(what, f"no word from group rank {line.rank} within {self._timeout_s:g} s")
 
     def _lose(self, line: _Line, error: OSError | None, what: str) -> NoReturn:
         time.sleep(0.05)  # a peer that gave up says why before it ends
-        self._store.raise_failure()
         said = f" ({error.strerror})" if error is not None else ""
         self._store.give_up(what, f"group rank {line.rank} has closed its socket{said}")
 
@@ -330,9 +326,9 @@ def _accept(listener: socket.socket, secret: str, world_size: int, limit_s: floa
             raise TimeoutError("not every peer has connected in time")
         listener.settimeout(left_s)
         connection, _ = listener.accept()
-        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
-        _, uid, _ = CREDENTIALS.unpack(credentials)
-        if uid != os.geteuid():  # before a word is waited for: another user could hold the opening up
+        peer = peer_of(connection)
+        # Before a word is waited for: another user could hold the opening up.
+        if peer is None or peer[1] != os.geteuid():
             connection.close()
             continue
         connection.settimeout(min(1.0, left_s))

@@ -8,14 +8,13 @@ import os
 import re
 import socket
 import stat
-import struct
 import time
 from contextlib import suppress
 from typing import Any
 
 from specsync_core.control.protocol import MAX_ANSWER_BYTES, Request, encode_request, read_line
 from specsync_core.errors import ControlError, UnsettledError
-from specsync_core.liveness import standstill_of
+from specsync_core.liveness import peer_of, standstill_of
 
 LOOK_S = 2.0
 """After so much silence the listener's process is looked at; what changes nothing may take as long beyond its wait."""
@@ -98,10 +97,8 @@ def _wait_for_answer(connection: socket.socket, timeout_s: float) -> None:
 
 def _listener_of(connection: socket.socket) -> int | None:
     """The process that opened the socket; None where the system does not tell, or not in this pid namespace."""
-    if not hasattr(socket, "SO_PEERCRED"):
-        return None
-    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    return struct.unpack("3i", credentials)[0] or None
+    peer = peer_of(connection)
+    return None if peer is None else peer[0] or None
 
 
 def _check_socket(path: str) -> None:

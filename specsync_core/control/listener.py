@@ -11,7 +11,6 @@ import logging
 import os
 import socket
 import stat
-import struct
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -21,6 +20,7 @@ from weakref import WeakMethod
 from specsync_core.control import protocol
 from specsync_core.control.protocol import MAX_REQUEST_BYTES, Request, encode_answer, read_line
 from specsync_core.errors import ControlError, SpecSyncError, UnsettledError
+from specsync_core.liveness import peer_of
 
 READ_S = 2.0
 WRITE_S = 5.0
@@ -105,12 +105,9 @@ def _send(connection: socket.socket, answer: dict[str, Any]) -> None:
 
 def _check_peer(connection: socket.socket) -> None:
     """Refuse other users, who could only have come past the file's mode; where the system names the peer."""
-    if not hasattr(socket, "SO_PEERCRED"):
-        return
-    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    _, uid, _ = struct.unpack("3i", credentials)
-    if uid not in (0, os.geteuid()):
-        raise ControlError(f"user {uid} may not control an engine of user {os.geteuid()}.")
+    peer = peer_of(connection)
+    if peer is not None and peer[1] not in (0, os.geteuid()):
+        raise ControlError(f"user {peer[1]} may not control an engine of user {os.geteuid()}.")
 
 
 def open_socket(path: str) -> socket.socket:

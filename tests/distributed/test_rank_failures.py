@@ -121,12 +121,7 @@ class Kernels:
         self.halted_at = time.monotonic()
 
 
-def meet_over_tcp(rank: int, failing: int, port: int) -> str:
-    """Group rank 0 hosts the store, as with an engine's launcher."""
-    return f"tcp://127.0.0.1:{port}"
-
-
-def end_outside_of_any_call(rank: int, world_size: int, failing: int, port: int) -> tuple[float, str]:
+def end_outside_of_any_call(rank: int, world_size: int, port: int, failing: int) -> tuple[float, str]:
     store, kernels = store_of(dist.group.WORLD), Kernels()
     store.when_failed(kernels.halt)
     store.exchange("who is who", rank, 30)
@@ -149,11 +144,9 @@ def end_outside_of_any_call(rank: int, world_size: int, failing: int, port: int)
 @pytest.mark.parametrize("failing", [0, FAILING])
 def test_a_rank_that_ends_while_nobody_waits_for_it_is_noticed_and_device_waits_are_halted(failing):
     """Also the rank whose process holds the group's store."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    args = free_port(), failing
     found = run_ranks(
-        end_outside_of_any_call, WORLD, 60, (failing, port), group_timeout_s=60, lost={failing}, setup=meet_over_tcp
+        end_outside_of_any_call, WORLD, 60, args, group_timeout_s=60, lost={failing}, setup=meet_at_rank_0
     )
     assert found[failing] is None
     for took_s, told in (each for each in found if each is not None):
@@ -262,13 +255,11 @@ def stop_the_host(rank: int, world_size: int) -> dict[str, object]:
     return decode(sync, rank, stop)
 
 
-def meet_at_rank_0(rank: int, port: int = 0) -> str:
+def meet_at_rank_0(rank: int, port: int = 0, *_: object) -> str:
     return f"tcp://127.0.0.1:{port}"
 
 
 def free_port() -> int:
-    import socket
-
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return listener.getsockname()[1]
