@@ -15,7 +15,8 @@ test: $(VENV)/.installed
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile $(ARGS)
 
 # The real engines on CPU, each version in an environment of its own (.venv-ENGINE-VERSION), built when it is absent.
-# VLLM=0.32.0 builds that version alone: the oldest one comes with 3 GB of CUDA libraries that nothing uses.
+# The results, with each test's seconds, are left in build/. VLLM=0.32.0 builds that version alone: the oldest one comes
+# with 3 GB of CUDA libraries that nothing uses.
 engines: $(VENV)/.installed
 	$(BIN)/python -m tests.engines.sglang.environment
 	$(BIN)/python -m tests.engines.vllm.environment $(VLLM)
@@ -24,11 +25,11 @@ test-engines: test-sglang test-vllm
 
 test-sglang: $(VENV)/.installed
 	$(BIN)/python -m tests.engines.sglang.environment
-	$(BIN)/python -m pytest tests/engines/sglang tests/engines/test_kernels.py --durations=0 $(ARGS)
+	$(BIN)/python -m pytest tests/engines/sglang tests/engines/test_kernels.py --durations=0 --junitxml=build/test-sglang.xml $(ARGS)
 
 test-vllm: $(VENV)/.installed
 	$(BIN)/python -m tests.engines.vllm.environment $(VLLM)
-	$(BIN)/python -m pytest tests/engines/vllm --durations=0 $(ARGS)
+	$(BIN)/python -m pytest tests/engines/vllm --durations=0 --junitxml=build/test-vllm.xml $(ARGS)
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

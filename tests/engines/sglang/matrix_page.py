@@ -3,8 +3,8 @@
     python -m tests.engines.sglang.matrix_page [RESULTS.xml]
 
 Runs the decision functions in both environments, and builds those that are not whole. RESULTS.xml is what
-``make test-sglang ARGS=--junitxml=RESULTS.xml`` wrote; without it the page has no table of whole engines. The tables
-of two GPUs come from ``benchmarks/results/sglang-two-h200-*.json`` (``benchmarks/sglang_gpu/matrix.py``).
+``make test-sglang`` left in ``build/test-sglang.xml``; without it the page has no table of whole engines. The tables of
+two GPUs come from ``benchmarks/results/sglang-two-h200-*.json`` (``benchmarks/sglang_gpu/matrix.py``).
 """
 
 from __future__ import annotations
