@@ -8,6 +8,7 @@ calls the roll: every peer that lives answers with where it is, so the one that 
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -43,6 +44,8 @@ class GroupStore:
         self.rank = dist.get_rank(cpu_group)
         self.ranks: list[int] = dist.get_process_group_ranks(cpu_group)
         """Global ranks, by group rank."""
+        self.opening = threading.Lock()
+        """Held by the thread that opens this rank's sockets to its peers."""
         self.world_size = len(self.ranks)
         self.place: str | None = None
         """The site call that this rank is in, or was in last, for messages."""
@@ -324,6 +327,7 @@ class GroupStore:
 
 
 _stores: WeakKeyDictionary[Any, GroupStore] = WeakKeyDictionary()
+_making = threading.Lock()
 
 
 def store_of(cpu_group: dist.ProcessGroup) -> GroupStore:
@@ -331,5 +335,7 @@ def store_of(cpu_group: dist.ProcessGroup) -> GroupStore:
     if (own := getattr(cpu_group, "specsync_store", None)) is not None:
         return own  # type: ignore[no-any-return]
     if (store := _stores.get(cpu_group)) is None:
-        store = _stores[cpu_group] = GroupStore(cpu_group)
+        with _making:
+            if (store := _stores.get(cpu_group)) is None:
+                store = _stores[cpu_group] = GroupStore(cpu_group)
     return store

@@ -36,8 +36,8 @@ OPEN_S = 10.0
 """How long connecting may take, once all ranks have met."""
 HEAD = struct.Struct("<4sIQ")
 """Of a message: its kind, the number of the call, the bytes that follow."""
-CAST, ACK, GIVE, ALL = b"cast", b"ack ", b"give", b"all "
-KINDS = {CAST: "a broadcast", ACK: "the end of a broadcast", GIVE: "an agreement", ALL: "an agreement"}
+CAST, ACK, ASK, GIVE, ALL = b"cast", b"ack ", b"ask ", b"give", b"all "
+KINDS = {CAST: "a broadcast", ACK: "the end of a broadcast"} | dict.fromkeys((ASK, GIVE, ALL), "an agreement")
 HELLO = struct.Struct("<32sI")
 """A peer's first bytes: the secret, and its group rank."""
 
@@ -148,6 +148,7 @@ class LocalWire:
     def _give(self, data: bytes, what: str) -> bytes:
         (line,) = self._lines
         self._send(line, GIVE, data, what)
+        self._expect(line, ASK, self._calls, what)
         joined = bytearray(self._expect(line, ALL, self._calls, what))
         self._receive(line, memoryview(joined), what)
         return bytes(joined)
@@ -156,6 +157,8 @@ class LocalWire:
         parts = [data]
         for line in self._lines:
             self._settle(line, what)
+            self._send(line, ASK, b"", what)  # tells a peer that awaits a broadcast that this is none
+        for line in self._lines:
             size = self._expect(line, GIVE, self._calls, what)
             if size != len(data):
                 raise PayloadError(f"{what}: group rank {line.rank} brings {size} bytes, group rank 0 {len(data)}.")
@@ -243,7 +246,10 @@ def wire_of(cpu_group: Any) -> LocalWire | None:
     if not isinstance(cpu_group, dist.ProcessGroup) or dist.get_world_size(cpu_group) == 1:
         return None
     if cpu_group not in _wires:
-        _wires[cpu_group] = _open(store_of(cpu_group), timeout_of(cpu_group))
+        store = store_of(cpu_group)
+        with store.opening:
+            if cpu_group not in _wires:
+                _wires[cpu_group] = _open(store, timeout_of(cpu_group))
     return _wires[cpu_group]
 
 

@@ -21,6 +21,7 @@ from specsync_core.counters import SiteStats
 from specsync_core.device_counts import uses_cuda
 from specsync_core.groups import ParallelGroups
 from specsync_core.plan import Plan
+from specsync_core.whole_file import replace_whole
 
 VERSION = 1
 INTERVAL_S = 0.5
@@ -122,9 +123,7 @@ class StatsFile:
             try:
                 if make:
                     self.path.parent.mkdir(parents=True, exist_ok=True)
-                beside = self.path.with_suffix(".new")
-                beside.write_text(json.dumps(content))
-                beside.replace(self.path)
+                replace_whole(self.path, json.dumps(content))
             except OSError as error:
                 if not self._broken:
                     logger.warning("SPECSYNC_STATS_DIR: %s cannot be written: %s", self.path, error.strerror)

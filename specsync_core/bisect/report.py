@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -14,6 +12,7 @@ from pydantic import Field, ValidationError
 from specsync_core.bisect.trials import Record, Trial
 from specsync_core.bounded_file import MAX_RECORDING_BYTES, read_bounded
 from specsync_core.errors import BisectError
+from specsync_core.whole_file import replace_whole
 
 KIND = "specsync-bisect"
 VERSION = 1
@@ -93,21 +92,14 @@ class Report(Record):
 
 
 def save_report(report: Report, path: Path) -> None:
-    """Write the report beside its place, and move it there.
+    """Write the report; an older one is replaced whole, and it outlasts a machine that goes down.
 
     Raises:
         BisectError: it cannot be written.
     """
-    beside = path.with_name(f".{path.name}.{os.getpid()}.new")
     try:
-        with beside.open("w", encoding="utf-8") as file:
-            file.write(json.dumps(_plain(report), indent=1) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        beside.replace(path)
+        replace_whole(path, json.dumps(_plain(report), indent=1) + "\n", durable=True)
     except OSError as error:
-        with contextlib.suppress(OSError):
-            beside.unlink()
         raise BisectError(
             f"{path}: the report cannot be written: {error.strerror or error}. Give another place with --report."
         ) from error

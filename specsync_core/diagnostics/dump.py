@@ -8,7 +8,6 @@ the doctor.
 from __future__ import annotations
 
 import json
-import os
 import sys
 import threading
 import time
@@ -31,6 +30,7 @@ from specsync_core.diagnostics.recording import (
     StrPath,
     parse_header,
 )
+from specsync_core.whole_file import replace_whole
 
 FORMAT, VERSION = "specsync-dump", 1
 SUFFIX = ".dump.json"
@@ -122,9 +122,7 @@ def write_dump(
         "records": [_row(record) for record in records],
     }
     path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = path.with_suffix(f".{os.getpid()}.tmp")
-    scratch.write_text(json.dumps(content, separators=(",", ":")), encoding="utf-8")
-    os.replace(scratch, path)
+    replace_whole(path, json.dumps(content, separators=(",", ":")))
 
 
 def in_words(recording: Recording, record: Record) -> str:

@@ -3,7 +3,9 @@
 import os
 import signal
 import socket
+import threading
 import time
+from contextlib import suppress
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from specsync_core import local_wire
 from specsync_core.collectives import store_of
 from specsync_core.errors import SpecSyncError, TransportError
 from specsync_core.groups import TorchGroup
-from specsync_core.local_wire import HELLO, wire_of
+from specsync_core.local_wire import HELLO, LocalWire, wire_of
 from specsync_core.testing import run_ranks
 from tests.distributed.test_rank_failures import planned_sync
 
@@ -90,7 +92,7 @@ def test_calls_that_do_not_match_are_found_on_both_sides_long_before_the_time_ou
     assert {"calls": "in a broadcast", "sizes": "group rank 1 brings 2 bytes"}[case] in said
 
 
-def sync_against_agree(rank: int, world_size: int) -> tuple[str, float]:
+def sync_against_agree(rank: int, world_size: int, syncing: int) -> tuple[str, float]:
     """The same through the public calls."""
     sync = planned_sync()
     tokens = torch.zeros(4, dtype=torch.int64)
@@ -98,7 +100,7 @@ def sync_against_agree(rank: int, world_size: int) -> tuple[str, float]:
     sync.agree("dspark-mem", 1.0, "min")
     started = time.monotonic()
     try:
-        if rank == 0:
+        if rank == syncing:
             sync.sync("dspark-target", tokens)
         sync.agree("dspark-mem", 1.0, "min")
     except SpecSyncError as error:
@@ -106,12 +108,50 @@ def sync_against_agree(rank: int, world_size: int) -> tuple[str, float]:
     return "nothing", 0.0
 
 
-def test_a_sync_on_one_rank_and_an_agreement_on_the_other_are_told_apart_at_once():
-    for told, took_s in run_ranks(sync_against_agree, 2, group_timeout_s=60):
+@pytest.mark.parametrize(("world", "syncing"), [(2, 0), (2, 1), (3, 0), (3, 1), (3, 2)])
+def test_a_sync_on_one_rank_and_an_agreement_on_the_others_are_told_apart_at_once(world, syncing):
+    for told, took_s in run_ranks(sync_against_agree, world, args=(syncing,), group_timeout_s=60):
         assert "the ranks' calls do not match" in told
         assert "in an agreement" in told
         assert "of a broadcast" in told or "in a broadcast" in told
         assert took_s < 10
+
+
+def interrupted(rank: int, world_size: int, wired: bool, act: str) -> tuple[str, float]:
+    """Ctrl-C reaches one rank while it waits in a call."""
+    if not wired:
+        local_wire._place = lambda: f"machine {rank}"
+    sync = planned_sync()
+    tokens = torch.zeros(4, dtype=torch.int64)
+    sync.sync("dspark-target", tokens)
+    dist.barrier()
+    started = time.monotonic()
+    if rank == 1:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.setitimer(signal.ITIMER_REAL, 0.7)
+        signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGINT))
+    try:
+        if rank == 0:  # the one that the other waits for: it comes after the interrupt
+            time.sleep(1.5)
+        if act == "sync":
+            sync.sync("dspark-target", tokens)
+            sync.sync("dspark-target", tokens)
+        sync.agree("dspark-mem", 1.0, "min")
+    except (SpecSyncError, KeyboardInterrupt) as error:
+        time.sleep(1.0)  # the reason has to leave before the process does
+        return f"{type(error).__name__}: {error}", time.monotonic() - started
+    return "nothing", 0.0
+
+
+@pytest.mark.parametrize("act", ["sync", "agree"])
+@pytest.mark.parametrize("wired", [True, False], ids=["sockets", "gloo"])
+def test_an_interrupt_on_one_rank_reaches_the_others(wired, act):
+    found = run_ranks(interrupted, 3, 50, (wired, act), group_timeout_s=40)
+    assert found[1][0].startswith("KeyboardInterrupt")
+    for told, took_s in (found[0], found[2]):
+        assert "group rank 1 gave up" in told, found
+        assert "KeyboardInterrupt" in told, found
+        assert took_s < 12
 
 
 def end_in_a_call(rank: int, world_size: int, how: str) -> tuple[str, float]:
@@ -147,6 +187,9 @@ def open_elsewhere(rank: int, world_size: int, case: str) -> tuple[bool, list[in
     """A group whose ranks cannot all be reached has no wire, on any rank, and agrees over gloo."""
     if case == "other machine":
         local_wire._place = lambda: f"machine {rank}"
+    elif case == "no sockets":
+        if rank == 0:
+            local_wire.socket.socket = forbid
     elif rank == 1:
         local_wire.HELLO = type("Refused", (), {"pack": staticmethod(refuse)})
     sync = planned_sync()
@@ -155,11 +198,15 @@ def open_elsewhere(rank: int, world_size: int, case: str) -> tuple[bool, list[in
     return wire_of(TorchGroup().cpu_group) is None, [*own.tolist(), sync.agree("dspark-mem", rank + 1, "max")]
 
 
+def forbid(*args: object) -> socket.socket:
+    raise PermissionError(1, "Operation not permitted")
+
+
 def refuse(*args: object) -> bytes:
     raise ConnectionRefusedError(111, "Connection refused")
 
 
-@pytest.mark.parametrize("case", ["other machine", "no connection"])
+@pytest.mark.parametrize("case", ["other machine", "no connection", "no sockets"])
 def test_where_it_cannot_be_opened_every_rank_goes_over_gloo(case):
     assert run_ranks(open_elsewhere, 3, 60, (case,)) == [(True, [3, 3])] * 3
 
@@ -182,3 +229,92 @@ def test_strangers_are_turned_away():
     assert ends[3].recv(1) == b"y"
     for each in (*ends, *found.values(), listener):
         each.close()
+
+
+def test_a_silent_stranger_does_not_hold_the_opening_up():
+    listener, offer = local_wire._listen()
+    silent, peer = (socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) for _ in range(2))
+    for end in (silent, peer):
+        end.connect(f"\0{offer['address']}")
+    peer.sendall(HELLO.pack(offer["secret"].encode(), 1))
+    started = time.monotonic()
+    found = local_wire._accept(listener, offer["secret"], 2, 30.0)
+    assert (list(found), time.monotonic() - started < 10) == ([1], True)
+    for each in (silent, peer, *found.values(), listener):
+        each.close()
+
+
+def test_another_users_connection_is_closed_before_it_says_a_word(monkeypatch):
+    listener, offer = local_wire._listen()
+    users = iter([os.geteuid() + 1, os.geteuid()])
+    monkeypatch.setattr(local_wire, "peer_of", lambda _: (1, next(users)))
+    stranger, peer = (socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) for _ in range(2))
+    for end in (stranger, peer):  # both know the secret
+        end.connect(f"\0{offer['address']}")
+        end.sendall(HELLO.pack(offer["secret"].encode(), 1))
+    found = local_wire._accept(listener, offer["secret"], 2, 10.0)
+    with pytest.raises(ConnectionResetError):
+        stranger.recv(1)
+    for each in (stranger, peer, *found.values(), listener):
+        each.close()
+
+
+class Store:
+    """As much of a `GroupStore` as a wire uses."""
+
+    rank, world_size = 0, 5
+
+    def enter(self, what: str) -> None: ...
+
+    def leave(self) -> None: ...
+
+    def glance(self) -> None: ...
+
+    def fail(self, error: SpecSyncError) -> None: ...
+
+    def give_up(self, what: str, why: str) -> None:
+        raise TransportError(f"{what}: {why}")
+
+
+def test_a_calls_bound_is_one_for_all_of_its_peers():
+    """Each peer comes within the bound after the one before it, and the call still ends in time."""
+    pairs = {rank: socket.socketpair() for rank in range(1, Store.world_size)}
+    wire = LocalWire(Store(), {rank: ends[0] for rank, ends in pairs.items()}, timeout_s=2.0)
+
+    def come_late() -> None:
+        for _, end in pairs.values():
+            time.sleep(1.2)
+            with suppress(OSError):
+                end.sendall(local_wire.HEAD.pack(local_wire.GIVE, 1, 1) + b"x")
+
+    peers = threading.Thread(target=come_late)
+    peers.start()
+    started = time.monotonic()
+    with pytest.raises(TransportError, match=r"no word from group rank 2 within 2 s"):
+        wire.gather(b"x", "test")
+    assert time.monotonic() - started < 4
+    wire.close()
+    peers.join()
+    for _, end in pairs.values():
+        end.close()
+
+
+def open_on_two_threads(rank: int, world_size: int) -> tuple[bool, list[bytes]]:
+    """Both threads make the group's first call; they get one wire."""
+    found: list[object] = []
+    both = threading.Barrier(2)
+
+    def first() -> None:
+        both.wait()
+        found.append(wire_of(dist.group.WORLD))
+
+    threads = [threading.Thread(target=first) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found[0] is found[1] is not None, found[0].gather(bytes([rank]), "test")
+
+
+def test_two_threads_that_both_make_the_first_call_get_one_wire():
+    assert run_ranks(open_on_two_threads, 2, 50) == [(True, [b"\0", b"\1"])] * 2

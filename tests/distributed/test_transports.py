@@ -12,6 +12,7 @@ from specsync_core.payload import Packet, describe
 from specsync_core.testing import run_ranks
 from specsync_core.transports import choose_transport
 from specsync_core.transports.choose import TRANSPORTS
+from specsync_core.transports.framed import HEADER_BYTES, FramedTransport
 from tests.transport_conformance import conform
 
 CPU = torch.device("cpu")
@@ -101,6 +102,31 @@ def test_grouped_finds_calls_that_do_not_match(sizes, names, message):
     root, peer = run_ranks(mismatched_call, 2, args=(sizes, names))
     assert root == "nothing"
     assert message in peer
+
+
+def cut_label(rank: int, world_size: int, last: int, wired: bool) -> str:
+    """Sixty tensors: what describes them does not fit into the header."""
+    if not wired:
+        local_wire._place = lambda: f"machine {rank}"
+    sizes = [3] * 59 + [last if rank else 4]
+    tensors = tuple(torch.full((size,), rank + 1) for size in sizes)
+    packet = Packet("cut", describe(tensors), 0)
+    assert len(packet.label) > HEADER_BYTES
+    transport = FramedTransport(TorchGroup())
+    transport.prepare(packet, tensors)
+    try:
+        transport.overwrite_(packet, tensors)
+    except PayloadError as error:
+        return str(error)
+    return "1" if all(bool((tensor == 1).all()) for tensor in tensors) else "not rank 0's values"
+
+
+@pytest.mark.parametrize(("last", "found"), [(4, "1"), (3000, "the ranks' calls do not match")])
+def test_payloads_whose_description_is_cut_off_are_still_compared_by_size(last, found):
+    _, peer = run_ranks(cut_label, 2, 50, (last, True))
+    assert found in peer
+    if last == 4:
+        assert run_ranks(cut_label, 2, 50, (last, False)) == ["1", "1"]
 
 
 def skipped_call(rank: int, world_size: int) -> str:

@@ -62,7 +62,7 @@ def test_a_directory_that_cannot_hold_recordings_is_refused(tmp_path: Path) -> N
 def test_recordings_and_dumps_alone_are_kept_and_old_runs_go(tmp_path: Path) -> None:
     recordings, kept = tmp_path / "sync off", tmp_path / "kept"
     recordings.mkdir()
-    for name in ("rank-0000.specsync", "rank-0000.dump.json", "rank-0000.dump.12.tmp"):
+    for name in ("rank-0000.specsync", "rank-0000.dump.json", ".rank-0000.dump.json.12.new"):
         (recordings / name).write_text("x")
     kept.mkdir()
     (kept / "mine.txt").touch()

@@ -15,7 +15,7 @@ import specsync_core
 ROOT = Path(__file__).parents[2]
 
 LAYERS = (
-    {"errors", "bounded_file"},
+    {"errors", "bounded_file", "whole_file"},
     {"registry", "registry_files", "policy", "policy_file", "settings", "facts", "algorithm"},
     {"hookspecs", "manager", "sources", "narrowing", "plan", "explain"},
     {

@@ -12,7 +12,7 @@ import time
 import pytest
 from torch.distributed import HashStore
 
-from specsync_core import bounded_store
+from specsync_core import bounded_store, liveness
 from specsync_core.bounded_store import BoundedStore, StoreLostError
 from specsync_core.liveness import _stat, ending_of, name_of, own_identity
 
@@ -55,6 +55,23 @@ def test_nothing_is_said_about_processes_of_other_machines() -> None:
     assert ending_of(None) is None
     assert name_of(None) == ""
     assert name_of({**own_identity(), "host": "node7"}) == f"pid {os.getpid()} on node7"
+
+
+def test_a_proc_of_another_pid_namespace_says_nothing_about_a_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container that mounts its host's /proc: its numbers belong to other processes."""
+    peer = {**own_identity(), "start": "1"}
+    assert ending_of(peer) == "has ended"
+    links = os.readlink
+    monkeypatch.setattr(os, "readlink", lambda path: "4711" if path == "/proc/self" else links(path))
+    assert own_identity()["place"] is None
+    assert ending_of(peer) is None
+
+
+def test_a_process_that_proc_hides_is_not_taken_for_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    peer = own_identity()
+    monkeypatch.setattr(liveness, "_stat", lambda _: (None, None))
+    assert ending_of(peer) is None
+    assert ending_of({**peer, "pid": 2**22 + 1}) == "has ended"
 
 
 class Poller:
