@@ -54,7 +54,8 @@ collective that its peer had not entered, and both lived; `ended by gloo`: the s
 GPUS = """\
 ## Two GPUs, CUDA graphs{size}
 
-From `{path}` ({machine}). Ratios of tokens per second to stock's, medians of alternating rounds.
+From `{path}` ({machine}). Ratios of tokens per second to stock's, medians of alternating rounds. `stock once more` is a
+second engine that equals stock's: what differs there is noise.
 """
 VARIANTS = {"specsync": "specsync", "control": "stock once more", "grouped": "specsync over PyNccl"}
 GPU_RESULTS = ROOT / "benchmarks" / "results"

@@ -122,7 +122,7 @@ def serve(
 def _with_paths(speculation: dict[str, Any], models: Path) -> dict[str, Any]:
     """The heads and draft models are sharded as the target is."""
     model = {"model": str(models / speculation["model"])} if "model" in speculation else {}
-    looks_up = speculation["method"] in ("ngram", "suffix")
+    looks_up = speculation["method"] in ("ngram", "ngram_gpu", "suffix")
     return speculation | model | ({} if looks_up else {"draft_tensor_parallel_size": 2})
 
 

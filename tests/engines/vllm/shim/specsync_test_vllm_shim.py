@@ -1,8 +1,8 @@
 """A vLLM plugin for tests: changes one decision on rank 1, and writes down what each rank's model is fed.
 
-`arm` is called between rounds, with one of tok, acc-1, acc+1, draft, draftlen, gate, seed, exc, hook, or an empty text,
-and the numbers of the verify steps in which it strikes. ``exc`` raises in the engine's function, ``hook`` returns what
-makes specsync's hook behind it raise. SHIM_ASYNC=1 allows async scheduling, and SHIM_FORK=1 forked workers: vLLM's
+`arm` is called between rounds, with one of tok, acc-1, acc+1, draft, draftlen, count, gate, seed, exc, hook, or an empty
+text, and the numbers of the verify steps in which it strikes. ``exc`` raises in the engine's function, ``hook`` returns
+what makes specsync's hook behind it raise. SHIM_ASYNC=1 allows async scheduling, and SHIM_FORK=1 forked workers: vLLM's
 defaults, which it turns off on CPU. SHIM_BREAK makes rank 1 unfit: ``signature`` gives a hooked function another
 parameter, ``absent`` keeps specsync from starting; ``unhook`` takes a hook away on every rank, behind specsync's back.
 
@@ -16,6 +16,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import wraps
 from importlib import import_module
 from typing import Any
@@ -44,7 +45,7 @@ def register() -> None:
         if getattr(wrapper.worker, "use_v2_model_runner", False):
             prepare_v2(wrapper.vllm_config.speculative_config.method)
         else:
-            prepare_v1()
+            prepare_v1(wrapper.vllm_config.speculative_config.method)
         how = os.environ.get("SHIM_BREAK")
         if how and (how == "unhook" or wrapper.rpc_rank == VICTIM):
             unfit(how, type(wrapper.worker))
@@ -158,14 +159,35 @@ def method(path: str) -> tuple[Any, str]:
 # --- the V1 runner ---------------------------------------------------------------------------------
 
 
-def prepare_v1() -> None:
+PROPOSERS = "vllm.v1.spec_decode"
+
+
+def prepare_v1(speculation: str) -> None:
     runner = "vllm.v1.worker.gpu_model_runner.GPUModelRunner"
+    if speculation == "ngram_gpu":
+        stand_in_for_cuda()
+        wrap(*method(f"{PROPOSERS}.ngram_proposer_gpu.NgramProposerGPU.propose"), faulty_block_v1)
+        wrap(import_module("vllm.v1.worker.gpu_model_runner"), "copy_num_valid_draft_tokens", faulty_counts)
     wrap(*method(f"{runner}._sample"), faulty_sample_v1)
     wrap(*method(f"{runner}._input_fits_in_drafter"), faulty_gate)
     wrap(*method(f"{runner}._model_forward"), noted_forward)
-    wrap(*method("vllm.v1.spec_decode.llm_base_proposer.SpecDecodeBaseProposer._sample_draft_tokens"), faulty_step_v1)
-    wrap(*method("vllm.v1.spec_decode.ngram_proposer.NgramProposer.propose"), faulty_rows)
-    wrap(*method("vllm.v1.spec_decode.suffix_decoding.SuffixDecodingProposer.propose"), faulty_rows)
+    wrap(*method(f"{PROPOSERS}.llm_base_proposer.SpecDecodeBaseProposer._sample_draft_tokens"), faulty_step_v1)
+    wrap(*method(f"{PROPOSERS}.ngram_proposer.NgramProposer.propose"), faulty_rows)
+    wrap(*method(f"{PROPOSERS}.suffix_decoding.SuffixDecodingProposer.propose"), faulty_rows)
+
+
+def stand_in_for_cuda() -> None:
+    """`ngram_gpu` uses streams, events and pinned memory; on CPU its work is done when it is asked for."""
+    import torch
+
+    class Done:
+        def record(self, *_: Any) -> None: ...
+
+        def synchronize(self) -> None: ...
+
+    torch.cuda.Event = torch.cuda.current_stream = Done
+    torch.cuda.stream = lambda _: nullcontext()
+    torch.Tensor.pin_memory = lambda self: self
 
 
 def faulty_sample_v1(original: Any, runner: Any, logits: Any, metadata: Any) -> Any:
@@ -215,6 +237,20 @@ def faulty_rows(original: Any, *args: Any, **kwargs: Any) -> Any:
             row.pop()
             break
     return rows
+
+
+def faulty_block_v1(original: Any, *args: Any, **kwargs: Any) -> Any:
+    tokens, counts = original(*args, **kwargs)
+    if strikes("draft") and tokens.numel():
+        tokens[0, 0] = (tokens[0, 0] + 11) % 500
+    return tokens, counts
+
+
+def faulty_counts(original: Any, counts_on_host: Any, *args: Any) -> None:
+    """A rank reads how many drafts are valid before the copy to its host has come."""
+    original(counts_on_host, *args)
+    if strikes("count"):
+        counts_on_host[0] = 0 if counts_on_host[0] else 1
 
 
 def noted_forward(
