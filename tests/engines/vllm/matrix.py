@@ -5,11 +5,16 @@ from __future__ import annotations
 import json
 from functools import cache
 from pathlib import Path
+from typing import Literal
 
 from tests.engines.vllm.environment import NEWEST, OLDEST, environment
 from tests.engines.vllm.serving import ASYNC, V2, Run, Setup, serve
 
 HOT = "T=0.7"
+GATE = "gate@4"
+COUNT = "count@4"
+FATAL = (GATE, COUNT)
+"""Faults after which the ranks enter different collectives: without sync the round does not come to an end."""
 EAGLE = {"method": "eagle", "model": "eagle", "num_speculative_tokens": 3}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 NGRAM_GPU = NGRAM | {"method": "ngram_gpu"}
@@ -20,29 +25,29 @@ MTP = {"method": "mtp", "num_speculative_tokens": 3}
 DFLASH = {"method": "dflash", "model": "dflash", "num_speculative_tokens": 3}
 
 VERDICTS = ("tok@4", "acc-1@4", "acc+1@4", "draft@4")
+REJECTED = ("tok@4", "acc+1@4", "draft@4")
+"""For drafts of which the target accepts none: there is nothing to take away."""
 ROWS = ("tok@4", "acc-1@4", "draft@4", "draftlen@4")
+COUNTED = ("tok@4", "acc-1@5", "acc+1@5", "draft@4", COUNT)
+"""Where ranks trim what was scheduled to what is valid: whatever differs gives them other shapes in the next step."""
 BRIEF = ("tok@2", "draft@2")
 """For the V2 runner under Triton's interpreter, which is slow."""
-GATE = "gate@4"
-COUNT = "count@4"
-HANGS = (GATE, COUNT)
-"""Faults after which the ranks enter different collectives."""
 SEED = f"seed@all {HOT}"
 SETUPS = {
     "V1, ngram": Setup(NGRAM, ROWS),
-    "V1, ngram_gpu": Setup(NGRAM_GPU, (*VERDICTS, COUNT)),
+    "V1, ngram_gpu": Setup(NGRAM_GPU, COUNTED),
     "V1, suffix": Setup(SUFFIX, ROWS),
     "V1, draft_model": Setup(DRAFT_MODEL, VERDICTS),
     "V1, eagle": Setup(EAGLE, (*VERDICTS, GATE)),
     "V1, eagle3": Setup(EAGLE3, VERDICTS),
     "V1, mtp": Setup(MTP, VERDICTS, target="mimo"),
-    "V1, dflash": Setup(DFLASH, VERDICTS),
+    "V1, dflash": Setup(DFLASH, REJECTED),
     "V1, async, eagle": Setup(EAGLE, (*VERDICTS, GATE), ASYNC),
-    "V1, async, ngram_gpu": Setup(NGRAM_GPU, (*VERDICTS, COUNT), ASYNC),
+    "V1, async, ngram_gpu": Setup(NGRAM_GPU, COUNTED, ASYNC),
     "V1, async, draft_model": Setup(DRAFT_MODEL, VERDICTS, ASYNC),
     "V1, async, eagle3": Setup(EAGLE3, VERDICTS, ASYNC),
     "V1, async, mtp": Setup(MTP, VERDICTS, ASYNC, target="mimo"),
-    "V1, async, dflash": Setup(DFLASH, VERDICTS, ASYNC),
+    "V1, async, dflash": Setup(DFLASH, REJECTED, ASYNC),
     "V2, ngram": Setup(NGRAM, BRIEF, V2, tokens=8),
     "V2, draft_model": Setup(DRAFT_MODEL, BRIEF, V2, tokens=8),
     "V2, eagle3": Setup(EAGLE3, BRIEF, V2, target="deep", tokens=8),
@@ -61,7 +66,7 @@ SETUPS = {
 def matrix_run(name: str, policy: str) -> Run:
     """Serve all rounds of a setup under a policy, in one engine; a fault that hangs only where it is healed."""
     setup = SETUPS[name]
-    faults = [fault for fault in setup.faults if fault != SEED and (policy == "all" or fault not in HANGS)]
+    faults = [fault for fault in setup.faults if fault != SEED and (policy == "all" or fault not in FATAL)]
     last = [SEED] if SEED in setup.faults else []  # what it shifts stays shifted
     run = serve(setup, policy, ["", *faults, HOT, *last])
     if run.ended:
@@ -103,9 +108,9 @@ def _summary(run: Run) -> list[dict[str, object]]:
     ]
 
 
-def keep_hang(name: str, fault: str) -> None:
-    """Write down that a round with this fault did not end with every site off."""
-    _write(name, "hang", {"setup": name, "policy": "off", "rounds": [{"fault": fault, "hung": True}]})
+def keep_fatal(name: str, fault: str, how: Literal["hung", "died"]) -> None:
+    """Write down what became of the engine in a round with this fault and every site off."""
+    _write(name, how, {"setup": name, "policy": "off", "rounds": [{"fault": fault, how: True}]})
 
 
 def _write(name: str, what: str, kept: dict[str, object]) -> None:

@@ -2,8 +2,9 @@
 
     python models.py FOLDER
 
-Run by the engine's own Python. The heads of EAGLE and MTP repeat the token that the target has just predicted, so that
-some of their drafts are accepted; the others are random, and nearly nothing of them is.
+Run by the engine's own Python. The heads of EAGLE, EAGLE-3 and MTP repeat the token that the target has just predicted,
+and the draft model is the target with noise on its weights, so that some of their drafts are accepted; DFlash's head is
+random, and nothing of it is.
 """
 
 from __future__ import annotations
@@ -19,12 +20,14 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 VOCABULARY, HIDDEN, MLP, HEADS, KV_HEADS, HEAD = 512, 256, 512, 4, 2, 64
+NOISE = 0.001
+"""On the draft model's weights, whose own standard deviation is 0.02."""
 
 
 def main() -> None:
     folder = Path(sys.argv[1])
     make_llama(folder / "target", layers=2, seed=0)
-    make_llama(folder / "draft", layers=1, seed=1)
+    make_draft(folder / "draft", folder / "target")
     torch.manual_seed(7)
     base = json.loads((folder / "target" / "config.json").read_text())
     make_eagle(folder / "eagle", base)
@@ -52,6 +55,17 @@ def make_llama(path: Path, layers: int, seed: int) -> None:
         tie_word_embeddings=False,
     )
     LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(path)
+    save_tokenizer(path)
+
+
+def make_draft(path: Path, target: Path) -> None:
+    torch.manual_seed(1)
+    model = LlamaForCausalLM.from_pretrained(target, dtype=torch.bfloat16)
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.dim() > 1:
+                weight.add_(noise(*weight.shape, size=NOISE))
+    model.save_pretrained(path)
     save_tokenizer(path)
 
 
@@ -106,6 +120,7 @@ def make_eagle(path: Path, base: dict[str, Any]) -> None:
 
 
 def make_eagle3(path: Path, base: dict[str, Any], lm_head: torch.Tensor) -> None:
+    """``fc`` passes the last of the target's three hidden states, and the layer adds nothing to it."""
     config = base | {
         "num_hidden_layers": 1,
         "architectures": ["LlamaForCausalLMEagle3"],
@@ -113,8 +128,11 @@ def make_eagle3(path: Path, base: dict[str, Any], lm_head: torch.Tensor) -> None
         "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2], "use_aux_hidden_state": True},
     }
     weights = layer("midlayer", ("input_layernorm", "post_attention_layernorm", "hidden_norm"), 2 * HIDDEN)
+    weights["midlayer.self_attn.o_proj.weight"].zero_()
+    weights["midlayer.mlp.down_proj.weight"].zero_()
+    passed = [torch.zeros(HIDDEN, 2 * HIDDEN), torch.eye(HIDDEN)]
     weights |= {
-        "fc.weight": noise(HIDDEN, 3 * HIDDEN, size=0.05),
+        "fc.weight": torch.cat(passed, 1).to(torch.bfloat16),
         "norm.weight": ones(HIDDEN),
         "lm_head.weight": lm_head,
     }

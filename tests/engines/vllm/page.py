@@ -37,6 +37,8 @@ def matrix(kept: Sequence[dict[str, Any]]) -> list[str]:
 def _cell(found: dict[str, Any], policy: str) -> str:
     if found.get("hung"):
         return "**hang**"
+    if found.get("died"):
+        return "**the engine dies**"
     text = f"{found['differing']} of {found['steps']} steps"
     if count := found["decisions"]:
         text += f", {count} {'decision' if count == 1 else 'decisions'} {'healed' if policy == 'all' else 'apart'}"

@@ -1,10 +1,11 @@
 """A vLLM plugin for tests: changes one decision on rank 1, and writes down what each rank's model is fed.
 
-`arm` is called between rounds, with one of tok, acc-1, acc+1, draft, draftlen, count, gate, seed, exc, hook, or an empty
-text, and the numbers of the verify steps in which it strikes. ``exc`` raises in the engine's function, ``hook`` returns
-what makes specsync's hook behind it raise. SHIM_ASYNC=1 allows async scheduling, and SHIM_FORK=1 forked workers: vLLM's
-defaults, which it turns off on CPU. SHIM_BREAK makes rank 1 unfit: ``signature`` gives a hooked function another
-parameter, ``absent`` keeps specsync from starting; ``unhook`` takes a hook away on every rank, behind specsync's back.
+`arm` is called between rounds, with one of tok, acc-1, acc+1, draft, draftlen, count, gate, seed, exc, hook, or an
+empty text, and the numbers of the verify steps in which it strikes (acc-1 and acc+1: the first from there on that has
+something to take or to add). ``exc`` raises in the engine's function, ``hook`` returns what makes specsync's hook
+behind it raise. SHIM_ASYNC=1 allows async scheduling, and SHIM_FORK=1 forked workers: vLLM's defaults, which it turns
+off on CPU. SHIM_BREAK makes rank 1 unfit: ``signature`` gives a hooked function another parameter, ``absent`` keeps
+specsync from starting; ``unhook`` takes a hook away on every rank, behind specsync's back.
 
 It wraps the engine's functions before the worker's device is there, so it is inside of what specsync hooks later: a
 fault strikes the rank's own decision, and not what was agreed on.
@@ -23,7 +24,7 @@ from typing import Any
 
 VICTIM = 1
 _fault, _at = "", ""
-_verify_step = 0
+_verify_step, _has_struck = 0, False
 _proposing_s: list[float] = []
 """What looking drafts up on the host took, call after call."""
 _fed: list[Any] = []
@@ -112,9 +113,9 @@ def undo_the_platforms_choices() -> None:
 
 def arm(worker: Any, fault: str, at: str) -> dict[str, Any]:
     """Called on each worker between rounds; returns what it was fed in the last one."""
-    global _fault, _at, _verify_step, _fed
+    global _fault, _at, _verify_step, _has_struck, _fed
     fed, _fed = _fed, []
-    _fault, _at, _verify_step = fault, at, 0
+    _fault, _at, _verify_step, _has_struck = fault, at, 0, False
     return {"fed": fed}
 
 
@@ -130,11 +131,24 @@ def stats(worker: Any) -> dict[str, Any]:
     return {"stats": counted, "fired": fired, "proposing_s": _proposing_s, "modules": imported}
 
 
-def strikes(kind: str) -> bool:
+def in_victim() -> bool:
     from vllm.distributed.parallel_state import get_tp_group
 
+    return bool(get_tp_group().rank_in_group == VICTIM)
+
+
+def strikes(kind: str) -> bool:
     hits = _at == "all" or str(_verify_step) in _at.split(",")
-    return kind == _fault and hits and get_tp_group().rank_in_group == VICTIM
+    return kind == _fault and hits and in_victim()
+
+
+def strikes_once(kind: str) -> bool:
+    """Whether a fault that is not possible in every step strikes here: at its first chance from its step on."""
+    global _has_struck
+    if kind != _fault or _has_struck or _verify_step < int(_at):
+        return False
+    _has_struck = in_victim()
+    return _has_struck
 
 
 def note(ids: Any, positions: Any) -> None:
@@ -181,6 +195,8 @@ def stand_in_for_cuda() -> None:
     import torch
 
     class Done:
+        def __init__(self, *_: Any, **__: Any) -> None: ...
+
         def record(self, *_: Any) -> None: ...
 
         def synchronize(self) -> None: ...
@@ -188,6 +204,7 @@ def stand_in_for_cuda() -> None:
     torch.cuda.Event = torch.cuda.current_stream = Done
     torch.cuda.stream = lambda _: nullcontext()
     torch.Tensor.pin_memory = lambda self: self
+    wrap(torch, "zeros", lambda original, *args, pin_memory=False, **kwargs: original(*args, **kwargs))
 
 
 def faulty_sample_v1(original: Any, runner: Any, logits: Any, metadata: Any) -> Any:
@@ -204,12 +221,10 @@ def faulty_sample_v1(original: Any, runner: Any, logits: Any, metadata: Any) -> 
         if strikes("tok"):
             tokens[0, 0] = (tokens[0, 0] + 7) % 500
         for row, count in enumerate(counts.tolist()):
-            if strikes("acc-1") and count > 1:
+            if count > 1 and strikes_once("acc-1"):
                 tokens[row, count - 1] = -1
-                break
-            if strikes("acc+1") and 0 < count < tokens.shape[1]:
+            elif 0 < count < tokens.shape[1] and strikes_once("acc+1"):
                 tokens[row, count] = 3
-                break
     return result
 
 
@@ -293,15 +308,13 @@ def faulty_sample_v2(original: Any, runner: Any, hidden_states: Any, batch: Any,
         if strikes("tok"):
             output.sampled_token_ids[0, 0] = (output.sampled_token_ids[0, 0] + 7) % 500
         for row, count in enumerate(sampled.tolist()):
-            if strikes("acc-1") and count > 1:
+            if count > 1 and strikes_once("acc-1"):
                 sampled[row] -= 1
                 rejected[row] += 1
-                break
-            if strikes("acc+1") and count and rejected[row] > 0:
+            elif count and rejected[row] > 0 and strikes_once("acc+1"):
                 output.sampled_token_ids[row, count] = 3
                 sampled[row] += 1
                 rejected[row] -= 1
-                break
     return output, sampled, rejected
 
 
