@@ -50,7 +50,7 @@ class Matrix:
         if not all(result["started"].values()):
             return result | {"logs": {name: each.log_end() for name, each in engines.items() if not each.started}}
         rounds = self.options.rounds if algorithm == "dspark" else -(-self.options.rounds // 2)
-        for temperature in (0.0, 1.0):
+        for temperature in map(float, self.options.temperatures.split(",")):
             for batch in map(int, self.options.batches.split(",")):
                 wanted = {"batch": batch, "tokens": self.options.tokens, "temperature": temperature}
                 result["runs"].append(self._take_turns(engines, wanted, rounds))
@@ -162,6 +162,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, help="of the target, instead of the size's own")
     parser.add_argument("--variants", help=f"of {', '.join(VARIANTS)}; all for DSPARK, else the first two")
     parser.add_argument("--batches", default="1,8,16")
+    parser.add_argument("--temperatures", default="0,1")
     parser.add_argument("--rounds", type=int, default=10, help="per setting of DSPARK; the others get half")
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--fault", action=argparse.BooleanOptionalAction, default=True)
