@@ -2,8 +2,8 @@
 
 Each peer of a group has one stream socket to group rank 0, through which all of the group's host traffic goes in the
 order of the calls. Every message says what it is and how long, so calls that do not match are found instead of
-mixed up. A peer acknowledges a broadcast, and group rank 0 looks for that before its next call: it is never more than
-one call ahead of a rank that is stopped, and learns at once of one that has ended. Linux only (abstract addresses).
+mixed up. Group rank 0 waits until every peer has taken a broadcast: one that gave up before it, has ended or is stopped
+is known on every rank before any goes on into the engine's own collectives. Linux only (abstract addresses).
 """
 
 from __future__ import annotations
@@ -32,6 +32,10 @@ logger = logging.getLogger("specsync")
 
 SLICE_S = 0.25
 """How often a wait looks for peers that have given up."""
+SPIN_S = 200e-6
+"""How long a wait looks again and again before it sleeps: a peer is close behind as a rule, and waking up takes longer.
+Only where this process may use more cores than the group has ranks."""
+SLICE = struct.pack("ll", 0, int(SLICE_S * 1e6))
 OPEN_S = 10.0
 """How long connecting may take, once all ranks have met."""
 HEAD = struct.Struct("<4sIQ")
@@ -49,9 +53,10 @@ class _Line:
         self.rank = rank
         """The group rank at the other end."""
         self.connection = connection
-        self.owes_ack = False
         self.head = memoryview(bytearray(HEAD.size))
-        connection.settimeout(SLICE_S)
+        connection.settimeout(None)  # Python would ask the system first whether it has to wait, in every call
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            connection.setsockopt(socket.SOL_SOCKET, option, SLICE)
 
 
 class LocalWire:
@@ -69,6 +74,7 @@ class LocalWire:
         self._lines = [_Line(rank, connection) for rank, connection in sorted(connections.items())]
         self._calls = 0
         self._broken = False
+        self._spin_s = SPIN_S if len(os.sched_getaffinity(0)) > store.world_size else 0.0
         self._slices = 0
         """Of waiting, in the call that is under way."""
         self._lock = threading.Lock()
@@ -130,36 +136,34 @@ class LocalWire:
 
     def _cast(self, view: memoryview, what: str) -> int:
         for line in self._lines:
-            self._settle(line, what)
             self._send(line, CAST, view, what)
-            line.owes_ack = True
+        for line in self._lines:
+            self._expect(line, ACK, what)
         return len(view)
 
     def _take(self, view: memoryview, what: str) -> int:
         (line,) = self._lines
-        size = self._expect(line, CAST, self._calls, what)
+        size = self._expect(line, CAST, what)
         self._receive(line, view[:size], what)
         if size > len(view):
             self._receive(line, memoryview(bytearray(size - len(view))), what)
-        with suppress(OSError):  # group rank 0 may have sent its last: the next call would find out
-            line.connection.sendall(HEAD.pack(ACK, self._calls, 0))
+        self._send(line, ACK, b"", what)
         return size
 
     def _give(self, data: bytes, what: str) -> bytes:
         (line,) = self._lines
         self._send(line, GIVE, data, what)
-        self._expect(line, ASK, self._calls, what)
-        joined = bytearray(self._expect(line, ALL, self._calls, what))
+        self._expect(line, ASK, what)
+        joined = bytearray(self._expect(line, ALL, what))
         self._receive(line, memoryview(joined), what)
         return bytes(joined)
 
     def _collect(self, data: bytes, what: str) -> bytes:
         parts = [data]
         for line in self._lines:
-            self._settle(line, what)
             self._send(line, ASK, b"", what)  # tells a peer that awaits a broadcast that this is none
         for line in self._lines:
-            size = self._expect(line, GIVE, self._calls, what)
+            size = self._expect(line, GIVE, what)
             if size != len(data):
                 raise PayloadError(f"{what}: group rank {line.rank} brings {size} bytes, group rank 0 {len(data)}.")
             part = bytearray(size)
@@ -172,17 +176,11 @@ class LocalWire:
 
     # --- messages ---------------------------------------------------------------------------------
 
-    def _settle(self, line: _Line, what: str) -> None:
-        """Wait until a peer has taken the broadcast before this call."""
-        if line.owes_ack:
-            self._expect(line, ACK, None, what)
-            line.owes_ack = False
-
-    def _expect(self, line: _Line, kind: bytes, number: int | None, what: str) -> int:
+    def _expect(self, line: _Line, kind: bytes, what: str) -> int:
         """Read the head of a message, which must be of this kind and call; return the bytes that follow."""
         self._receive(line, line.head, what)
         theirs, call, size = HEAD.unpack(line.head)
-        if theirs == kind and number in (None, call):
+        if theirs == kind and call == self._calls:
             return int(size)
         raise TransportError(
             f"{what}: the ranks' calls do not match: group rank {self._store.rank} is at call {self._calls} of its"
@@ -196,7 +194,7 @@ class LocalWire:
         while True:
             try:
                 sent = line.connection.sendmsg((head, left)) if head else line.connection.send(left)
-            except TimeoutError:
+            except BlockingIOError:
                 self._go_on(line, what)
                 continue
             except OSError as error:
@@ -207,11 +205,15 @@ class LocalWire:
                 return
 
     def _receive(self, line: _Line, view: memoryview, what: str) -> None:
+        spin_until = time.perf_counter() + self._spin_s if self._spin_s else 0.0
         while view:
             try:
-                got = line.connection.recv_into(view)
-            except TimeoutError:
-                self._go_on(line, what)
+                got = line.connection.recv_into(view, 0, socket.MSG_DONTWAIT if spin_until else 0)
+            except BlockingIOError:
+                if not spin_until:
+                    self._go_on(line, what)
+                elif time.perf_counter() > spin_until:
+                    spin_until = 0.0
                 continue
             except OSError as error:
                 self._lose(line, error, what)
