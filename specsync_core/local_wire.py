@@ -32,9 +32,9 @@ logger = logging.getLogger("specsync")
 
 SLICE_S = 0.25
 """How often a wait looks for peers that have given up."""
-SPIN_S = 200e-6
-"""How long a wait looks again and again before it sleeps: a peer is close behind as a rule, and waking up takes longer.
-Only where this process may use more cores than the group has ranks."""
+SPIN_S = 1e-3
+"""How long a wait looks again and again before it sleeps: a peer is close behind as a rule, and who sleeps is woken
+late, on a busy core only when the others' time is over. Only where the ranks have a core each."""
 SLICE = struct.pack("ll", 0, int(SLICE_S * 1e6))
 OPEN_S = 10.0
 """How long connecting may take, once all ranks have met."""
@@ -66,15 +66,18 @@ class LocalWire:
         store: the group's.
         connections: by group rank: on group rank 0 one for each peer, elsewhere the one to group rank 0.
         timeout_s: how long a call waits for a peer.
+        spin_s: how long a wait looks for the peer's words before it sleeps.
     """
 
-    def __init__(self, store: GroupStore, connections: dict[int, socket.socket], timeout_s: float) -> None:
+    def __init__(
+        self, store: GroupStore, connections: dict[int, socket.socket], timeout_s: float, spin_s: float = 0.0
+    ) -> None:
         self._store = store
         self._timeout_s = timeout_s
         self._lines = [_Line(rank, connection) for rank, connection in sorted(connections.items())]
         self._calls = 0
         self._broken = False
-        self._spin_s = SPIN_S if len(os.sched_getaffinity(0)) > store.world_size else 0.0
+        self._spin_s = spin_s
         self._slices = 0
         """Of waiting, in the call that is under way."""
         self._lock = threading.Lock()
@@ -214,6 +217,8 @@ class LocalWire:
                     self._go_on(line, what)
                 elif time.perf_counter() > spin_until:
                     spin_until = 0.0
+                else:
+                    os.sched_yield()
                 continue
             except OSError as error:
                 self._lose(line, error, what)
@@ -267,7 +272,7 @@ def _open(store: GroupStore, timeout_s: float) -> LocalWire | None:
     """Connect all ranks, or none."""
     listener, offer = _listen() if store.rank == 0 else (None, {})
     try:
-        offers = store.exchange("sockets", {"place": _place(), **offer}, timeout_s)
+        offers = store.exchange("sockets", {"place": _place(), "cores": _cores(), **offer}, timeout_s)
         connections, finding = _connect(store, listener, offers, min(OPEN_S, timeout_s / 2))
     finally:
         if listener is not None:
@@ -279,7 +284,8 @@ def _open(store: GroupStore, timeout_s: float) -> LocalWire | None:
         if store.rank == 0:
             logger.info("host tensors and agreements travel over gloo: %s", found)
         return None
-    return LocalWire(store, connections, timeout_s)
+    cores = {core for each in offers for core in each["cores"]}
+    return LocalWire(store, connections, timeout_s, SPIN_S if len(cores) >= store.world_size else 0.0)
 
 
 def _place() -> str | None:
@@ -288,6 +294,11 @@ def _place() -> str | None:
     with suppress(OSError):
         return place and f"{place} {os.readlink('/proc/self/ns/net')}"
     return None
+
+
+def _cores() -> list[int]:
+    """The processor cores that this process may use."""
+    return sorted(os.sched_getaffinity(0)) if sys.platform.startswith("linux") else []
 
 
 def _listen() -> tuple[socket.socket | None, dict[str, str]]:

@@ -154,6 +154,28 @@ def test_an_interrupt_on_one_rank_reaches_the_others(wired, act):
         assert took_s < 12
 
 
+def give_up_elsewhere(rank: int, world_size: int) -> tuple[str, float]:
+    """Rank 1 gives up before it takes the broadcast; rank 0 must not go on into what the two do together next."""
+    wire = wire_of(dist.group.WORLD)
+    wire.broadcast(memoryview(bytearray(8)))
+    if rank == 1:
+        store_of(dist.group.WORLD).fail(TransportError("the hook raised"))
+        time.sleep(3.0)  # alive, and in no call
+        return "", 0.0
+    started = time.monotonic()
+    try:
+        wire.broadcast(memoryview(bytearray(8)))
+    except TransportError as error:
+        return str(error), time.monotonic() - started
+    return "nothing", 0.0
+
+
+def test_group_rank_0_learns_in_the_same_call_that_a_peer_has_given_up():
+    (told, took_s), _ = run_ranks(give_up_elsewhere, 2, 50, group_timeout_s=40)
+    assert "the hook raised" in told
+    assert took_s < 3
+
+
 def end_in_a_call(rank: int, world_size: int, how: str) -> tuple[str, float]:
     wire = wire_of(dist.group.WORLD)
     time.sleep(1.0)
