@@ -81,7 +81,7 @@ def _origin(day: date, runs: int) -> dict[str, Any]:
     return {
         "command": f"python -m tests.engines.vllm.overhead --runs {runs}",
         "date": str(day),
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, CPU only, shared with other work",
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, CPU only",
         "commit": commit.stdout.strip(),
         "vllm": NEWEST,
         "ranks": 2,
