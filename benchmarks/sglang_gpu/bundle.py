@@ -38,7 +38,7 @@ def main() -> None:
         for requirement in ENGINE:
             download(Path(scratch), requirement)
         for wheel in Path(scratch).glob("*.whl"):
-            trim(wheel, folder / f"{wheel.name.split('-')[0]}.tgz")
+            trim(wheel, folder / f"{wheel.name.split('-')[0]}.tar.xz")
     download(wheels, *NEEDED)
     pip("wheel", "--no-deps", "--wheel-dir", str(wheels), str(ROOT))
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
@@ -60,7 +60,7 @@ def trim(wheel: Path, target: Path) -> None:
     with zipfile.ZipFile(wheel) as archive, tempfile.TemporaryDirectory() as folder:
         kept = [name for name in archive.namelist() if is_needed(name)]
         archive.extractall(folder, kept)
-        with tarfile.open(target, "w:gz") as packed:
+        with tarfile.open(target, "w:xz") as packed:
             packed.add(folder, arcname=".")
 
 

@@ -3,6 +3,6 @@
 set -euo pipefail
 bundle=$(realpath "$1")
 mkdir -p "$2"
-[ -d "$2/sglang" ] || for part in "$bundle"/*.tgz; do python3 -m tarfile -e "$part" "$2"; done
+[ -d "$2/sglang" ] || for part in "$bundle"/*.tar.xz; do python3 -m tarfile -e "$part" "$2"; done
 [ -d "$2/transformers" ] || python3 -m pip install --quiet --no-index --no-deps --no-compile --no-cache-dir \
     --upgrade --target "$2" "$bundle"/wheels/*.whl
