@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from specsync_core.errors import SpecSyncError, TransportError
 from specsync_core.group_store import AbsentRankError, GroupStore, store_of
 from specsync_core.local_wire import wire_of
 
@@ -39,10 +38,8 @@ def wait(work: Any, cpu_group: dist.ProcessGroup, what: str) -> None:
                     store.give_up(what, native_words(error), error)
                 # Only the slice is over, or the collective: then the next turn raises again, or it did end well.
                 has_ended = work.is_completed()
-    except SpecSyncError:
-        raise  # the peers know: it comes from them, or was told to them
-    except BaseException as error:  # an interrupt: the peers wait for this rank, or will
-        store.fail(TransportError(f"{what}: {type(error).__name__}: {error}"))
+    except BaseException as error:
+        store.abandon(what, error)
         raise
     finally:
         store.leave()

@@ -157,6 +157,12 @@ class GroupStore:
                 if self._store.lost is None and not self._store.check("failure"):
                     self._store.set("failure", json.dumps(record))
 
+    def abandon(self, what: str, error: BaseException) -> None:
+        """`fail` with whatever ends an act of this rank, an interrupt too: the peers wait for it, or will."""
+        if not isinstance(error, SpecSyncError):
+            error = TransportError(f"{what}: {type(error).__name__}: {error}")
+        self.fail(error)
+
     def give_up(self, what: str, why: str, cause: BaseException | None = None) -> NoReturn:
         """A wait of this rank has failed: raise what a peer gave up for, else call the roll, tell the peers, and raise.
 

@@ -24,7 +24,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from specsync_core.errors import PayloadError, SpecSyncError, TransportError
+from specsync_core.errors import PayloadError, TransportError
 from specsync_core.group_store import GroupStore, store_of
 from specsync_core.liveness import own_identity, peer_of
 
@@ -122,13 +122,8 @@ class LocalWire:
         self._store.enter(what)
         try:
             found = act(payload, what)
-        except BaseException as error:  # an interrupt too: the peers wait for this rank, or will
-            own = (
-                error
-                if isinstance(error, SpecSyncError)
-                else TransportError(f"{what}: {type(error).__name__}: {error}")
-            )
-            self._store.fail(own)
+        except BaseException as error:
+            self._store.abandon(what, error)
             raise
         finally:
             self._store.leave()

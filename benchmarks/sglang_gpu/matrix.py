@@ -134,9 +134,8 @@ def variants_of(algorithm: str, chosen: str | None) -> dict[str, dict[str, str]]
     return {name: VARIANTS[name] for name in (chosen or "stock,specsync").split(",")}
 
 
-def temperatures_of(algorithm: str, chosen: str | list[str]) -> list[float]:
+def temperatures_of(algorithm: str, given: list[str]) -> list[float]:
     """Those of the algorithm, or what is given for all."""
-    given = [chosen] if isinstance(chosen, str) else chosen
     named = dict(each.split("=") for each in given if "=" in each)
     return [float(each) for each in named.get(algorithm, "0,1" if named else given[0]).split(",")]
 
@@ -169,7 +168,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, help="of the target, instead of the size's own")
     parser.add_argument("--variants", help=f"of {', '.join(VARIANTS)}; all for DSPARK, else the first two")
     parser.add_argument("--batches", default="1,8,16")
-    parser.add_argument("--temperatures", default="0,1", help="or by algorithm: dflash=1 ngram=0,1", nargs="+")
+    parser.add_argument("--temperatures", default=["0,1"], help="or by algorithm: dflash=1 ngram=0,1", nargs="+")
     parser.add_argument("--rounds", type=int, default=10, help="per setting of DSPARK; the others get half")
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--fault", action=argparse.BooleanOptionalAction, default=True)
