@@ -180,7 +180,7 @@ def prepare_v1(speculation: str) -> None:
     runner = "vllm.v1.worker.gpu_model_runner.GPUModelRunner"
     if speculation == "ngram_gpu":
         stand_in_for_cuda()
-        wrap(*method(f"{PROPOSERS}.ngram_proposer_gpu.NgramProposerGPU.propose"), faulty_block_v1)
+        wrap(*method(f"{PROPOSERS}.ngram_proposer_gpu.NgramProposerGPU.propose"), faulty_block)
         wrap(import_module("vllm.v1.worker.gpu_model_runner"), "copy_num_valid_draft_tokens", faulty_counts)
     wrap(*method(f"{runner}._sample"), faulty_sample_v1)
     wrap(*method(f"{runner}._input_fits_in_drafter"), faulty_gate)
@@ -254,11 +254,13 @@ def faulty_rows(original: Any, *args: Any, **kwargs: Any) -> Any:
     return rows
 
 
-def faulty_block_v1(original: Any, *args: Any, **kwargs: Any) -> Any:
-    tokens, counts = original(*args, **kwargs)
+def faulty_block(original: Any, *args: Any, **kwargs: Any) -> Any:
+    """Drafts made in one piece, in either runner; V1's `ngram_gpu` returns with them how many are valid."""
+    result = original(*args, **kwargs)
+    tokens = result[0] if isinstance(result, tuple) else result
     if strikes("draft") and tokens.numel():
         tokens[0, 0] = (tokens[0, 0] + 11) % 500
-    return tokens, counts
+    return result
 
 
 def faulty_counts(original: Any, counts_on_host: Any, *args: Any) -> None:
@@ -293,7 +295,7 @@ def prepare_v2(speculation: str) -> None:
     wrap(*method("vllm.v1.worker.gpu.sample.states.SamplingStates.add_request"), faulty_seed)
     wrap(*method(f"{SPECULATORS}.speculator.DraftModelSpeculator.sample_draft"), faulty_step_v2)
     if speculation in WHOLE_BLOCKS:
-        wrap(*method(WHOLE_BLOCKS[speculation]), faulty_block_v2)
+        wrap(*method(WHOLE_BLOCKS[speculation]), faulty_block)
 
 
 def faulty_sample_v2(original: Any, runner: Any, hidden_states: Any, batch: Any, grammar: Any) -> Any:
@@ -330,13 +332,6 @@ def faulty_step_v2(original: Any, *args: Any, **kwargs: Any) -> Any:
     tokens = original(*args, **kwargs)
     if strikes("draft") and tokens.numel():
         tokens[0] = (tokens[0] + 11) % 500
-    return tokens
-
-
-def faulty_block_v2(original: Any, *args: Any, **kwargs: Any) -> Any:
-    tokens = original(*args, **kwargs)
-    if strikes("draft") and tokens.numel():
-        tokens[0, 0] = (tokens[0, 0] + 11) % 500
     return tokens
 
 
