@@ -145,11 +145,14 @@ class Knowledge:
 
     def is_suspect(self, sites: Sites, test: SequentialTest, error: float) -> bool:
         """Whether the set, or a part of it, was bad, and that is not known to be noise."""
-        return any(blamed <= sites and not self.is_noise(blamed, test, error) for blamed in self._blamed)
+        return bool(self.suspects(sites, test, error))
 
     def suspects(self, sites: Sites, test: SequentialTest, error: float) -> list[Sites]:
-        """Return the sets within this one that trials found bad, the smallest first: clear counts make them small."""
-        within = [each for each in self._blamed if each <= sites and not self.is_noise(each, test, error)]
+        """Return the sets within this one that trials found bad, the smallest first: clear counts make them small.
+
+        No sites at all are never suspected: what is bad with all on, however often, no site is to blame for.
+        """
+        within = [each for each in self._blamed if each and each <= sites and not self.is_noise(each, test, error)]
         return sorted(within, key=lambda each: (len(each), sorted(each)))
 
     def is_clear(self, sites: Sites, test: SequentialTest, error: float) -> bool:

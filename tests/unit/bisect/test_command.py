@@ -215,8 +215,9 @@ def test_the_first_line_other_than_expected_is_told(run: Run, tmp_path: Path) ->
     assert "Last: output other than expected: line 1 is 'hello', not 'bye'." in ended.out
 
 
-def test_a_time_out_is_told_to_be_short(run: Run, tmp_path: Path) -> None:
-    ended = run(*QUICK, "--timeout", "0.001", "--", *toy(tmp_path, called=CALLED))
+def test_a_time_out_is_told_to_be_short(run: Run) -> None:
+    ended = run(*QUICK, "--timeout", "0.001", "--", "sleep", "60")
+    assert ended.code == 1
     assert "time-out after 0 s" not in ended.out
     assert "Where it needs longer, raise --timeout." in ended.out
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from specsync_core.bisect.core import Bisection, Next
 from specsync_core.bisect.search import Limits, Question
 from specsync_core.bisect.trials import Counts, Trial
+from specsync_core.bisect.words import Summary
 from specsync_core.registry import Registry
 from tests.unit.bisect.oracles import (
     PAIR,
@@ -110,6 +111,18 @@ def test_frequent_noise_makes_no_culprit_that_is_called_sure(registry: Registry)
     wrong = [v for v in verdicts if v.status == "found" and v.sure and found_sets(v) != {frozenset({A})}]
     assert len(wrong) <= 1
     assert sum(verdict.status == "on-is-bad" for verdict in verdicts) >= 20
+
+
+@pytest.mark.parametrize("noise", [0.1, 0.3])
+@pytest.mark.parametrize("runs", [5, 20])
+def test_noise_with_all_on_is_never_a_set_of_no_sites(registry: Registry, noise: float, runs: int) -> None:
+    """One bad run with all on, and hardly more with all off: what is off in neither is no finding."""
+    sites = sites_of(registry, "dspark")
+    for seed in range(12):
+        bisection = Bisection(sites, Limits(runs=runs))
+        verdict = answer(bisection, simulated(Oracle(noise=noise), seed))
+        assert frozenset() not in found_sets(verdict), seed
+        assert Summary(bisection, verdict).lines()
 
 
 def test_a_single_good_run_never_clears_a_set_when_the_bad_rate_is_one_half(registry: Registry) -> None:
