@@ -134,6 +134,11 @@ def disabled_plugins(environ: Mapping[str, str] | None = None) -> frozenset[str]
     return frozenset(filter(None, names))
 
 
+def engine_variable(name: str, environ: Mapping[str, str] | None = None) -> str | None:
+    """Return what an engine's own environment variable says; None where it is not set."""
+    return (os.environ if environ is None else environ).get(name)
+
+
 def stats_directory(environ: Mapping[str, str] | None = None) -> Path | None:
     """Return what ``SPECSYNC_STATS_DIR`` names, whatever else the environment says."""
     named = (os.environ if environ is None else environ).get("SPECSYNC_STATS_DIR")

@@ -9,6 +9,8 @@ import typer
 from typer.core import TyperGroup
 
 import specsync_core
+from specsync_core.cli.output import UsageError
+from specsync_core.errors import did_you_mean
 
 COMMANDS = ("sites", "plan", "plugins", "check", "demo", "bench", "bisect", "engines", "doctor", "ctl", "new-plugin")
 """Each is the function of that name in the module of that name beside this one, with ``_`` for ``-``."""
@@ -20,7 +22,8 @@ class _LazyGroup(TyperGroup):
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name not in COMMANDS:
-            return None
+            hint = did_you_mean(cmd_name, COMMANDS)
+            raise UsageError(f"unknown command {cmd_name!r}{hint}. Known: {', '.join(COMMANDS)}.")
         name = cmd_name.replace("-", "_")
         module = import_module(f"specsync_core.cli.{name}")
         single = typer.Typer(add_completion=False)

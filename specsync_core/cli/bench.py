@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from specsync_core.cli.output import JsonOption, UsageError, print_json, print_table
+from specsync_core.cli.output import JsonOption, UsageError, print_json, print_table, write_file
+
+PLOTTED = ("png", "svg", "pdf", "jpg")
 
 
 def bench(
@@ -35,24 +38,35 @@ def bench(
     device = device or ("cuda" if gpus >= 2 else "cpu")
     if device not in ("cuda", "cpu"):
         raise UsageError(f"--device takes cuda or cpu, not {device!r}.")
-    count = ranks or 2
+    count = 2 if ranks is None else ranks
     if count < 2:
         raise UsageError(f"--ranks takes 2 or more, not {count}: one rank syncs with nobody.")
     if device == "cuda" and count > gpus:
         raise UsageError(f"--ranks {count} needs as many GPUs; there are {gpus}. Use --device cpu.")
+    _check_files(out, plot)
     print(f"measuring on {count} {device} ranks, under a minute or two ...", file=sys.stderr)
     measure = gpu.measure if device == "cuda" else host.measure
     measured = run_ranks(measure, count, 500, (quick,), group_timeout_s=120)
     result = report.report(measured, "graph" if device == "cuda" else "host")
-    if out is not None:
-        out.write_text(json.dumps(result, indent=2) + "\n")
-    if plot is not None:
-        try:
-            report.plot(result, plot)
-        except ImportError as error:
-            raise UsageError(f"--plot needs matplotlib: {error}. pip install matplotlib") from error
     if as_json:
         print_json(result)
     else:
         print_table(*report.table(result))
         print(f"{result['machine']}, torch {result['torch']}, {result['date']}", file=sys.stderr)
+    if out is not None:
+        write_file("--out", out, json.dumps(result, indent=2) + "\n")
+    if plot is not None:
+        report.plot(result, plot)
+
+
+def _check_files(out: Path | None, plot: Path | None) -> None:
+    """Refuse what cannot be written before anything is measured. Raises UsageError."""
+    for option, path in (("--out", out), ("--plot", plot)):
+        if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+            raise UsageError(f"{option}: {path} cannot be written: give a file in a directory that exists.")
+    if plot is None:
+        return
+    if find_spec("matplotlib") is None:
+        raise UsageError("--plot needs matplotlib, which is not installed: pip install matplotlib.")
+    if plot.suffix[1:].lower() not in PLOTTED:
+        raise UsageError(f"--plot: {plot}: unknown kind of picture. Known: .{', .'.join(PLOTTED)}.")

@@ -8,8 +8,9 @@ from typing import Annotated, Any
 
 import typer
 
-from specsync_core.cli.output import JsonOption, UsageError, print_json
+from specsync_core.cli.output import JsonOption, UsageError, print_json, write_file
 from specsync_core.cli.plan import detect_platform
+from specsync_core.engines.known import ENGINES, known_engine, points_of
 from specsync_core.errors import did_you_mean
 
 
@@ -29,7 +30,10 @@ def doctor(
     Exit code 0: nothing was found; 1: a finding; 2: misuse, e.g. a directory without recordings.
     """
     if (directory is None) == (engine is None):
-        raise UsageError("give either a directory of recordings or --engine NAME.")
+        raise UsageError(
+            "give either a directory of recordings, such as SPECSYNC_DUMP_DIR of the run, or --engine NAME, with"
+            f" {' or '.join(ENGINES)}."
+        )
     if engine is not None:
         if html is not None:
             raise UsageError("--html goes with a directory of recordings, not with --engine.")
@@ -43,7 +47,9 @@ def _diagnose(directory: Path, html: Path | None, as_json: bool) -> None:
     from specsync_core.diagnostics.runs import examine_runs
 
     if not directory.exists():
-        raise UsageError(f"{directory}: no such directory of recordings.")
+        raise UsageError(
+            f"{directory}: no such directory of recordings. A run writes one where SPECSYNC_DUMP_DIR says."
+        )
     runs, older = examine_runs(directory)
     if not any(run.evidence.recordings or run.evidence.notes for run in runs):
         raise UsageError(
@@ -51,7 +57,8 @@ def _diagnose(directory: Path, html: Path | None, as_json: bool) -> None:
             " on every rank, and is this its directory?"
         )
     if html is not None:
-        _write(html, render_page([Report(str(run.path), run.diagnosis, run.evidence) for run in runs]))
+        page = render_page([Report(str(run.path), run.diagnosis, run.evidence) for run in runs])
+        write_file("--html", html, page)
     if as_json:
         found = [{"path": str(run.path), **run.diagnosis.to_dict()} for run in runs]
         print_json(found[0] if len(found) == 1 else found)
@@ -66,16 +73,7 @@ def _diagnose(directory: Path, html: Path | None, as_json: bool) -> None:
         raise typer.Exit(1)
 
 
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"--html: {path} cannot be written: {error.strerror or error}.") from error
-
-
 def _examine_engine(name: str, as_json: bool) -> None:
-    from specsync_core.engines.known import ENGINES
-
     if name not in ENGINES:
         raise UsageError(
             f"--engine: unknown engine '{name}'{did_you_mean(name, ENGINES)}. Known: {', '.join(ENGINES)}."
@@ -97,7 +95,6 @@ def _examine_engine(name: str, as_json: bool) -> None:
 
 def examine_engine(name: str) -> dict[str, Any]:
     """Import every target of an installed engine and compare its parameters with the known ones."""
-    from specsync_core.engines.known import known_engine, points_of
     from specsync_core.engines.targets import check_target, targets_of
     from specsync_core.errors import EngineError
     from specsync_core.manager import plugin_manager
@@ -105,7 +102,10 @@ def examine_engine(name: str) -> dict[str, Any]:
     engine = known_engine(name)
     installed = engine.installed()
     if installed is None:
-        raise EngineError(f"{name} is not installed here. Known versions: {', '.join(engine.versions)}.")
+        raise EngineError(
+            f"{name} is not installed here. Known versions: {', '.join(engine.versions)}. Run this command of the"
+            " environment that the engine is installed in."
+        )
     candidates = points_of(engine, installed, detect_platform(), plugin_manager())
     targets = [
         {"target": path, "problem": check_target(path, signature)} for path, signature in targets_of(candidates.points)
@@ -115,5 +115,5 @@ def examine_engine(name: str) -> dict[str, Any]:
         "version": installed,
         "support": engine.support(installed),
         "targets": targets,
-        "problems": list(candidates.problems),
+        "problems": [*filter(None, [engine.loading_problem()]), *candidates.problems],
     }

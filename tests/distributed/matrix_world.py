@@ -89,6 +89,7 @@ PLACES = (
     Place("eagle-accept-simulated", "tensor=predict:index=0:add=1", Setting("eagle", simulated=1.5)),
     Place("eagle-draft-tree", TOKEN, Setting("eagle", probe="eagle-draft-tree")),
     Place("eagle-ngram-draft", TOKEN, Setting("eagle", probe="eagle-ngram-draft")),
+    Place("eagle-ngram-tree", TOKEN, Setting("eagle", probe="eagle-ngram-tree")),
     Place("eagle-ngram-corpus", "add=1", Setting("eagle", probe="eagle-ngram-corpus")),
 )
 
@@ -185,6 +186,10 @@ class Probe:
         elif site == "eagle-ngram-draft":
             tokens_N = torch.arange(size * 4)
             self._sync.sync(site, tokens_N, torch.ones(size * 16, dtype=torch.bool))
+        elif site == "eagle-ngram-tree":
+            tokens_N, links = torch.arange(size * 4), torch.arange(size * 4).view(size, 4)
+            mask_M = torch.ones(size * 16, dtype=torch.bool)
+            self._sync.sync(site, tokens_N, mask_M, tokens_N + 1, links, links + 1, links + 2)
         else:
             self._sync.sync(site, *(torch.arange(size * 4).view(size, 4) for _ in range(3)))
         return self._inner.draft(batch)

@@ -220,7 +220,7 @@ GATES: dict[str, Scenario] = {
     "dspark-mem": partial(memory_gate, speculator=DSparkSpeculator),
     "dflash-mem": partial(memory_gate, speculator=DFlashSpeculator),
 }
-IN_ENGINES = {"eagle-draft-tree", "eagle-ngram-draft", "eagle-ngram-corpus"}
+IN_ENGINES = {"eagle-draft-tree", "eagle-ngram-draft", "eagle-ngram-tree", "eagle-ngram-corpus"}
 """Decided in a real engine only; tests/engines has them."""
 DECODERS = {
     "dspark eager": (DSparkSpeculator, {}),

@@ -84,11 +84,36 @@ def test_no_command_is_a_usage_error(run: Run) -> None:
     assert run().code == 2
 
 
-@pytest.mark.parametrize("arguments", [("sties",), ("sites", "--jsno"), ("plan", "7", "8")])
+@pytest.mark.parametrize("arguments", [("sites", "--jsno"), ("plan", "7", "8")])
 def test_usage_errors(run: Run, arguments: tuple[str, ...]) -> None:
     ended = run(*arguments)
     assert (ended.code, ended.out) == (2, "")
     assert "Usage: specsync" in ended.err
+
+
+def test_an_unknown_command_is_told_with_the_known_ones(run: Run) -> None:
+    ended = run("docter", "dumps")
+    assert (ended.code, ended.out) == (2, "")
+    assert ended.err.startswith("specsync: unknown command 'docter' (did you mean 'doctor'?). Known: sites, plan, ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--ranks", "0"), "--ranks takes 2 or more, not 0: one rank syncs with nobody."),
+        (("--out", "gone/bench.json"), "--out: gone/bench.json cannot be written: give a file in a directory that"),
+        (("--out", "."), "--out: . cannot be written"),
+        (("--plot", "gone/bench.png"), "--plot: gone/bench.png cannot be written"),
+    ],
+)
+def test_bench_refuses_before_it_measures(
+    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, arguments: tuple[str, ...], message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    ended = run("bench", "--device", "cpu", *arguments)
+    assert (ended.code, ended.out) == (2, "")
+    assert message in ended.err
+    assert "measuring" not in ended.err
 
 
 # --- sites ---

@@ -54,7 +54,7 @@ def points(engine: EngineFacts) -> Sequence[BroadcastPoint]:
     if algorithm is None or algorithm in TREES:
         found += sglang_drafts.points()
     if algorithm in (None, "ngram"):
-        found += _ngram()
+        found += _ngram(engine.platform)
     return found
 
 
@@ -125,30 +125,64 @@ def _target() -> Sequence[BroadcastPoint]:
     return [point, replace(point, versions=">=0.5.22,<0.5.24", signature=(*known, "logprob_logits"))]
 
 
-def _ngram() -> Sequence[BroadcastPoint]:
-    return [
-        BroadcastPoint(
-            target=f"{SPECULATIVE}.ngram_worker.NGRAMWorker._prepare_draft_tokens",
-            when="after",
-            sites=("eagle-ngram-draft",),
-            site_of=lambda _: "eagle-ngram-draft",
-            tensors_of=_host_tensors,
-            versions=KNOWN,
-            signature=("self", "batch"),
-            only_if_imported=True,
-            proof="draft",
-        ),
-        BroadcastPoint(
-            target=f"{SPECULATIVE}.external_corpus_manager.ExternalCorpusManager.add",
-            when="after",
-            sites=("eagle-ngram-corpus",),
-            site_of=lambda _: "eagle-ngram-corpus",
-            tensors_of=no_tensors,
-            versions=KNOWN,
-            signature=("self", "recv_req"),
-            wait_for=_wait_for_corpus,
-        ),
-    ]
+def _ngram(platform: str | None) -> Sequence[BroadcastPoint]:
+    """The drafts: on the device, where no host waits for another, or on the host where that needs them."""
+
+    def drafts_on_host(call: Call) -> str | None:
+        worker, batch = call.args
+        return "eagle-ngram-draft" if _is_needed_on_host(worker, batch, platform) else None
+
+    def tree_on_device(call: Call) -> str | None:
+        worker, batch = call.args
+        if not batch.forward_mode.is_target_verify():  # a prefill, or an idle batch: nothing was drafted
+            return None
+        return None if _is_needed_on_host(worker, batch, platform) else "eagle-ngram-tree"
+
+    drafts = BroadcastPoint(
+        target=f"{SPECULATIVE}.ngram_worker.NGRAMWorker._prepare_draft_tokens",
+        when="after",
+        sites=("eagle-ngram-draft",),
+        site_of=drafts_on_host,
+        tensors_of=_host_tensors,
+        versions=KNOWN,
+        signature=("self", "batch"),
+        only_if_imported=True,
+        proof="draft",
+    )
+    tree = replace(
+        drafts,
+        target=f"{SPECULATIVE}.ngram_worker.NGRAMWorker._prepare_for_speculative_decoding",
+        sites=("eagle-ngram-tree",),
+        site_of=tree_on_device,
+        tensors_of=_tree,
+    )
+    corpus = BroadcastPoint(
+        target=f"{SPECULATIVE}.external_corpus_manager.ExternalCorpusManager.add",
+        when="after",
+        sites=("eagle-ngram-corpus",),
+        site_of=lambda _: "eagle-ngram-corpus",
+        tensors_of=no_tensors,
+        versions=KNOWN,
+        signature=("self", "recv_req"),
+        wait_for=_wait_for_corpus,
+    )
+    return [drafts, tree, corpus]
+
+
+LARGEST_MASK = 1 << 20
+"""Bytes of an attention mask, as long as the sequences, that are broadcast in a step; beyond it hosts meet instead."""
+
+
+def _is_needed_on_host(worker: Any, batch: Any, platform: str | None) -> bool:
+    """Whether the drafts must agree on the host; every rank answers alike, for all that is asked is agreed.
+
+    A grammar's mask is derived there. And on a GPU the device's attention mask spans the sequences, which for long ones
+    is more to send than the drafts are worth.
+    """
+    if batch.has_grammar or platform == "cpu":
+        return bool(batch.has_grammar)
+    drafts = worker.draft_token_num
+    return bool(drafts * (int(batch.seq_lens_cpu.sum()) + drafts * len(batch.reqs)) > LARGEST_MASK)
 
 
 def _host_tensors(call: Call) -> Sequence[Any]:
@@ -156,6 +190,13 @@ def _host_tensors(call: Call) -> Sequence[Any]:
     import torch
 
     return [torch.from_numpy(array).view(-1) for array in call.result]
+
+
+def _tree(call: Call) -> Sequence[Any]:
+    """All that was derived from the drafts, in the registry's order."""
+    tree = call.args[1].spec_info
+    links = tree.retrieve_index, tree.retrieve_next_token, tree.retrieve_next_sibling
+    return tree.draft_token, tree.custom_mask, tree.positions, *links
 
 
 def _wait_for_corpus(call: Call) -> None:

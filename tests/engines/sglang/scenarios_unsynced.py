@@ -396,26 +396,56 @@ def ngram_scenario(case: Case) -> None:
     """Drafts from a corpus that differs between ranks, and a corpus that another thread loads."""
     from sglang.srt.speculative import external_corpus_manager
 
-    worker_class = create_worker("NGRAM")
-    worker = object.__new__(worker_class)
-    worker.draft_token_num, worker.max_trie_depth, worker.enable_overlap = S, 8, False
-    drafts, mask = case.draft_BG.numpy().copy(), torch.ones(B * S * S, dtype=torch.bool).numpy()
-    drafted = torch.cat([case.anchor_B[:, None], torch.from_numpy(drafts) + case.rank], 1).reshape(-1).numpy()
-    worker.ngram_corpus = SimpleNamespace(synchronize=lambda: None, batch_get=lambda *_: (drafted, mask))
-    request = SimpleNamespace(rid="a", origin_input_ids=[1, 2], origin_input_ids_unpadded=[1, 2], output_ids=[3])
-    batch = SimpleNamespace(
-        reqs=[request] * B,
-        spec_info=SimpleNamespace(accept_tokens=torch.zeros(B * S, dtype=torch.int64), accept_lens=torch.ones(B)),
-        grammar_needs_sync=lambda: True,
-    )
-    batch.spec_info.accept_lens = torch.ones(B, dtype=torch.int64)
-    case.record("drafts matched on the host", *worker._prepare_draft_tokens(batch))
+    worker = ngram_worker(case, create_worker("NGRAM"))
+    batch = ngram_batch()
+    worker._prepare_for_speculative_decoding(batch)
+    tree = batch.spec_info
+    links = tree.retrieve_index, tree.retrieve_next_token, tree.retrieve_next_sibling
+    case.record("drafts and their tree on the device", batch.input_ids, tree.custom_mask, tree.positions, *links)
+    batch = ngram_batch()
+    batch.has_grammar = True
+    case.record("drafts matched on the host, with a grammar", *worker._prepare_draft_tokens(batch))
 
     loaded: list[str] = []
     manager = external_corpus_manager.ExternalCorpusManager(SlowLoader(case.rank, loaded), lambda *_: None)
     manager.add(SimpleNamespace(corpus_id="more", token_chunks=[[1]]))
     time.sleep(0.3)  # the step that comes next; rank 0's loader has ended by then
     case.record("corpus takes part after the request", list(loaded))
+
+
+def ngram_worker(case: Case, worker_class: type) -> object:
+    """A worker whose corpus drafts something else on every rank: a chain on rank 0, elsewhere all from the anchor."""
+    from sglang.srt.speculative import ngram_worker as module
+
+    module.assign_extend_cache_locs_func = module.prepare_mamba_track_for_verify = lambda *_, **__: None
+    worker = object.__new__(worker_class)
+    worker.draft_token_num, worker.max_trie_depth, worker.enable_overlap = S, 8, False
+    worker.max_batch_size, worker.device = B, "cpu"
+    worker._init_preallocated_tensors()
+    drafted = torch.cat([case.anchor_B[:, None], case.draft_BG + case.rank], 1).reshape(-1).numpy()
+    chain, star = torch.ones(S, S).tril().bool(), torch.eye(S).bool()
+    star[:, 0] = True
+    mask = (star if case.rank else chain).repeat(B, 1, 1).reshape(-1).numpy()
+    worker.ngram_corpus = SimpleNamespace(synchronize=lambda: None, batch_get=lambda *_: (drafted.copy(), mask.copy()))
+    return worker
+
+
+def ngram_batch() -> SimpleNamespace:
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+    request = SimpleNamespace(rid="a", origin_input_ids=[1, 2], origin_input_ids_unpadded=[1, 2], output_ids=[3])
+    ones_B = torch.ones(B, dtype=torch.int64)
+    return SimpleNamespace(
+        reqs=[request] * B,
+        forward_mode=ForwardMode.DECODE,
+        has_grammar=False,
+        grammar_needs_sync=lambda: True,
+        seq_lens=ones_B * 3,
+        seq_lens_cpu=ones_B * 3,
+        req_pool_indices=ones_B,
+        req_to_token_pool=SimpleNamespace(req_to_token=None),
+        spec_info=SimpleNamespace(accept_tokens=torch.zeros(B * S, dtype=torch.int64), accept_lens=ones_B),
+    )
 
 
 class SlowLoader:

@@ -109,7 +109,7 @@ def test_what_the_fixed_engine_broadcasts_is_not_broadcast_twice(layout):
             *("eagle-verify-greedy", "eagle-accept-simulated", "eagle-target"),
             *("eagle-draft", "eagle-draft-tree"),
         },
-        "ngram": {"eagle-ngram-draft"},
+        "ngram": {"eagle-ngram-draft", "eagle-ngram-tree"},
     }.items():
         assert set(run("0.5.23", algorithm, "all", layout)["by_rank"][0]["sites"]) == own
 

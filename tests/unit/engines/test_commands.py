@@ -56,8 +56,44 @@ def test_the_doctor_finds_that_no_target_can_be_imported(capsys, installed):
 
 
 def test_the_doctor_needs_one_thing_to_examine(capsys):
-    assert run(capsys, "doctor")[0] == 2
+    code, output = run(capsys, "doctor")
+    assert code == 2
+    assert "SPECSYNC_DUMP_DIR of the run, or --engine NAME, with sglang or vllm." in output.err
     assert run(capsys, "doctor", "somewhere", "--engine", "sglang")[0] == 2
+
+
+@pytest.mark.parametrize(
+    ("engine", "value", "said"),
+    [
+        (known.SGLANG, None, None),
+        (known.SGLANG, "", None),
+        (known.SGLANG, "other, specsync", None),
+        (known.SGLANG, "other", "SGLANG_PLUGINS='other' leaves specsync out, and the engine runs without it: set"),
+        (known.SGLANG, "other", "set SGLANG_PLUGINS=other,specsync"),
+        (known.VLLM, None, None),
+        (known.VLLM, "specsync,other", None),
+        (known.VLLM, "", "set VLLM_PLUGINS=specsync"),
+        (known.VLLM, "other, specsync", "(vllm takes blanks as part of a name), and the engine runs without it: set"),
+        (known.VLLM, "other, specsync", "set VLLM_PLUGINS=other,specsync"),
+    ],
+)
+def test_an_allowlist_that_leaves_specsync_out_is_told(engine, value, said):
+    environ = {} if value is None else {engine.allowlist: value}
+    problem = engine.loading_problem(environ)
+    assert problem is None if said is None else said in problem
+
+
+def test_an_entry_point_that_is_not_there_is_told(monkeypatch):
+    monkeypatch.setattr(known, "entry_points", lambda group: ())
+    assert known.VLLM.loading_problem({}).startswith("no entry point specsync in vllm.general_plugins: install")
+
+
+def test_the_doctor_tells_of_an_allowlist(capsys, installed, monkeypatch):
+    installed("0.5.17")
+    monkeypatch.setenv("SGLANG_PLUGINS", "other")
+    code, output = run(capsys, "doctor", "--engine", "sglang")
+    assert code == 1
+    assert "  PROBLEM  SGLANG_PLUGINS='other' leaves specsync out" in output.out
 
 
 def test_an_engine_that_is_unknown_or_absent_is_an_error(installed):

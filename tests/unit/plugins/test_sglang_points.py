@@ -1,6 +1,7 @@
 """What every plugin says of SGLang: for each known version one set of points, over sites that exist."""
 
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import specsync_dflash
@@ -97,7 +98,58 @@ def test_only_the_algorithm_in_use_is_hooked(algorithm, plugins):
 def test_a_tree_is_for_algorithms_that_draft_one_and_a_corpus_for_ngram():
     trees, corpora = ({site for point in points("0.5.17", name) for site in point.sites} for name in ("eagle", "ngram"))
     assert "eagle-draft-tree" in trees - corpora
-    assert {"eagle-ngram-draft", "eagle-ngram-corpus"} <= corpora - trees
+    assert {"eagle-ngram-draft", "eagle-ngram-tree", "eagle-ngram-corpus"} <= corpora - trees
+
+
+def ngram_batch(seq_len=100, requests=2, grammar=False, verify=True):
+    drafts = 8
+    tree = SimpleNamespace(
+        draft_token=torch.zeros(requests * drafts, dtype=torch.int64),
+        custom_mask=torch.ones(requests * drafts * (seq_len + drafts), dtype=torch.bool),
+        positions=torch.zeros(requests * drafts, dtype=torch.int64),
+        retrieve_index=torch.zeros(requests, drafts, dtype=torch.int64),
+        retrieve_next_token=torch.zeros(requests, drafts, dtype=torch.int64),
+        retrieve_next_sibling=torch.zeros(requests, drafts, dtype=torch.int64),
+    )
+    return SimpleNamespace(
+        reqs=[None] * requests,
+        seq_lens_cpu=torch.full((requests,), seq_len),
+        has_grammar=grammar,
+        forward_mode=SimpleNamespace(is_target_verify=lambda: verify),
+        spec_info=tree,
+    )
+
+
+def ngram_sites(batch, platform):
+    """The sites at which the drafts of one step agree."""
+    call = Call((SimpleNamespace(draft_token_num=8), batch), {})
+    found = [point for point in points("0.5.17", "ngram", platform) if "NGRAMWorker" in point.target]
+    assert {point.sites for point in found} == {("eagle-ngram-draft",), ("eagle-ngram-tree",)}
+    return {site for point in found if (site := point.site_of(call))}
+
+
+@pytest.mark.parametrize(
+    ("batch", "platform", "site"),
+    [
+        (ngram_batch(), "cuda", "eagle-ngram-tree"),
+        (ngram_batch(), None, "eagle-ngram-tree"),
+        (ngram_batch(seq_len=65_528), "cuda", "eagle-ngram-tree"),
+        (ngram_batch(seq_len=65_529), "cuda", "eagle-ngram-draft"),
+        (ngram_batch(seq_len=65_529), "cpu", "eagle-ngram-tree"),
+        (ngram_batch(grammar=True), "cuda", "eagle-ngram-draft"),
+        (ngram_batch(grammar=True), "cpu", "eagle-ngram-draft"),
+    ],
+)
+def test_ngrams_drafts_agree_once_where_it_costs_least(batch, platform, site):
+    """A mask of more than 1 MiB, and a grammar, make the hosts meet; on CPU the mask does not span the sequences."""
+    assert ngram_sites(batch, platform) == {site}
+
+
+def test_ngrams_tree_is_a_payload_of_its_site_and_a_prefill_has_none():
+    (point,) = (point for point in points("0.5.17", "ngram") if "eagle-ngram-tree" in point.sites)
+    worker = SimpleNamespace(draft_token_num=8)
+    LoneSync().sync("eagle-ngram-tree", *point.tensors_of(Call((worker, ngram_batch()), {})))
+    assert point.site_of(Call((worker, ngram_batch(verify=False)), {})) is None
 
 
 def test_another_engine_has_none_of_them():

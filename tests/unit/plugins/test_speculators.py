@@ -175,7 +175,7 @@ def test_every_declared_site_of_the_three_algorithms_has_a_caller():
                 decode(speculator, target, anchor_B, temperatures_B, 4)
                 seen.update(sync.slugs)
     # Decided in a real engine only: a tree built in one place, drafts matched on the host, a corpus loaded by a thread.
-    in_engines = {"eagle-draft-tree", "eagle-ngram-draft", "eagle-ngram-corpus"}
+    in_engines = {"eagle-draft-tree", "eagle-ngram-draft", "eagle-ngram-tree", "eagle-ngram-corpus"}
     declared = {site.slug for site in REGISTRY.sites if site.algorithm in ALGORITHMS} - in_engines
     assert declared - seen == set(), "declared, but nothing calls sync there"
     assert seen - declared == set()
