@@ -78,13 +78,18 @@ def uniform_coins(like: Tensor, generator: Generator | None) -> Tensor:
     return torch.rand(like.shape, dtype=torch.float32, device=like.device, generator=generator)
 
 
-def exponential_race(logits_BV: Tensor, temperatures_B: Tensor, noise_BV: Tensor) -> Tensor:
-    """Draw a token per row: ``argmax(softmax(logits / temperature) / noise)``.
+def race_scores(logits_BV: Tensor, temperatures_B: Tensor, noise_BV: Tensor) -> Tensor:
+    """Scores whose argmax is a draw per row, that of ``softmax(logits / temperature) / noise``: float32 ``[B, V]``.
 
     With ``noise ~ Exp(1)`` that is a sample of the softmax; with noise 1 it is the argmax. Computed on
     logarithms, where neither the softmax underflows nor its rounding ties two logits.
     """
-    return (logits_BV.float() / temperatures_B.unsqueeze(1) - noise_BV.log()).argmax(dim=-1)
+    return logits_BV.float() / temperatures_B.unsqueeze(1) - noise_BV.log()
+
+
+def exponential_race(logits_BV: Tensor, temperatures_B: Tensor, noise_BV: Tensor) -> Tensor:
+    """Draw a token per row, as `race_scores` says: int64 ``[B]``."""
+    return race_scores(logits_BV, temperatures_B, noise_BV).argmax(dim=-1)
 
 
 def weighted_draw(weights_BV: Tensor, noise_BV: Tensor) -> Tensor:
@@ -96,8 +101,12 @@ def sample_tokens(logits_BV: Tensor, sampling: Sampling, generator: Generator | 
     """A token per row, by argmax where the row is greedy, else by temperature: int64 ``[B]``."""
     if sampling.all_greedy:
         return logits_BV.argmax(dim=-1)
-    noise_BV = exponential_noise(logits_BV, generator).masked_fill_(sampling.greedy_B.unsqueeze(1), 1.0)
-    return exponential_race(logits_BV, sampling.temperatures_B, noise_BV)
+    return race_scores(logits_BV, sampling.temperatures_B, race_noise(logits_BV, sampling, generator)).argmax(dim=-1)
+
+
+def race_noise(like: Tensor, sampling: Sampling, generator: Generator | None) -> Tensor:
+    """Fresh noise of a race, 1 in greedy rows: float32, of ``like``'s shape ``[B, V]``."""
+    return exponential_noise(like, generator).masked_fill_(sampling.greedy_B.unsqueeze(1), 1.0)
 
 
 def leading_run(matches_BG: Tensor) -> Tensor:

@@ -1,5 +1,7 @@
 """The eager block draft: one draw per step, agreed before the next step's logits are formed.
 
+Where the transport can, a draw and its sync are one launch (`SpecTpSync.draw`); only the multinomial draws first.
+
 Shape letters: B requests, G drafted tokens per block, V vocabulary.
 """
 
@@ -7,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Generator, Tensor
@@ -31,16 +33,6 @@ class DraftBlock:
     """The step logits, Markov part included; this rank's own bits."""
 
 
-def greedy_draw(step_logits_BV: Tensor) -> Tensor:
-    """The argmax of every row: int64 ``[B]``."""
-    return step_logits_BV.argmax(dim=-1)
-
-
-def race_draw(step_logits_BV: Tensor, sampling: decisions.Sampling, generator: Generator | None) -> Tensor:
-    """Fast sampling, an exponential race on fresh noise; greedy rows race on noise 1: int64 ``[B]``."""
-    return decisions.sample_tokens(step_logits_BV, sampling, generator)
-
-
 def multinomial_draw(step_logits_BV: Tensor, sampling: decisions.Sampling, generator: Generator | None) -> Tensor:
     """A multinomial draw per row; greedy rows take the argmax: int64 ``[B]``."""
     probs_BV = decisions.probabilities(step_logits_BV, sampling.temperatures_B)
@@ -53,9 +45,8 @@ def draft_chain(
     anchor_B: Tensor,
     markov: Markov,
     draw: Callable[[Tensor], Tensor],
-    agree: Callable[[Tensor], Any],
 ) -> DraftBlock:
-    """Draw a block token by token, agreeing on each before anything looks at it.
+    """Draw a block token by token, each agreed before anything looks at it.
 
     Syncing at the end of the block would be too late: every step's logits depend on the token before.
 
@@ -63,13 +54,12 @@ def draft_chain(
         base_logits_BGV: float; one forward of the draft model over the block.
         anchor_B: int64; the last committed token of each request.
         markov: the Markov head.
-        draw: step logits ``[B, V]`` to tokens int64 ``[B]``, on this rank alone.
-        agree: the site's bound point; overwrites the tokens with group rank 0's.
+        draw: step logits ``[B, V]`` to group rank 0's tokens, int64 ``[B]``.
     """
     prev_B, tokens, logits = anchor_B, [], []
     for step in range(base_logits_BGV.shape[1]):
         step_logits_BV = base_logits_BGV[:, step] + markov(prev_B)
-        prev_B = agree(draw(step_logits_BV))
+        prev_B = draw(step_logits_BV)
         tokens.append(prev_B)
         logits.append(step_logits_BV)
     return DraftBlock(torch.stack(tokens, dim=1), torch.stack(logits, dim=1))
@@ -87,16 +77,24 @@ def draft_block(
 ) -> DraftBlock:
     """Draft a block eagerly, with the draw and the site that the batch calls for.
 
-    Sites: ``dspark-draft-greedy`` when every row is greedy; otherwise ``dspark-draft-sample``, or
-    ``dspark-draft-multinomial`` without fast sampling.
+    Sites: ``dspark-draft-greedy`` when every row is greedy; otherwise ``dspark-draft-sample``, an exponential race on
+    fresh noise, or ``dspark-draft-multinomial`` without fast sampling.
 
     Args:
         generator: this rank's own; ranks may hold different states.
         fast_sampling: an exponential race in place of the multinomial; equal on every rank.
     """
-    if sampling.all_greedy:
-        return draft_chain(base_logits_BGV, anchor_B, markov, greedy_draw, sync.point("dspark-draft-greedy"))
-    draw, site = (race_draw, "dspark-draft-sample") if fast_sampling else (multinomial_draw, "dspark-draft-multinomial")
-    return draft_chain(
-        base_logits_BGV, anchor_B, markov, lambda logits: draw(logits, sampling, generator), sync.point(site)
-    )
+
+    def greedy(logits_BV: Tensor) -> Tensor:
+        return sync.draw("dspark-draft-greedy", logits_BV)
+
+    def race(logits_BV: Tensor) -> Tensor:
+        noise_BV = decisions.race_noise(logits_BV, sampling, generator)
+        return sync.draw("dspark-draft-sample", decisions.race_scores(logits_BV, sampling.temperatures_B, noise_BV))
+
+    def multinomial(logits_BV: Tensor) -> Tensor:
+        drawn_B: Tensor = sync.sync("dspark-draft-multinomial", multinomial_draw(logits_BV, sampling, generator))
+        return drawn_B
+
+    draw = greedy if sampling.all_greedy else race if fast_sampling else multinomial
+    return draft_chain(base_logits_BGV, anchor_B, markov, draw)

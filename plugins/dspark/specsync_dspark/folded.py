@@ -25,7 +25,8 @@ class FoldedSampler:
     rows race on noise 1. Without one, *greedy* (site ``dspark-graph-greedy``): the argmax alone, which float noise
     and shard boundaries can still move.
 
-    The broadcast is part of the captured chain, once per drafted token, before the next step's logits are formed.
+    The broadcast is part of the captured chain, once per drafted token, before the next step's logits are formed. Where
+    the transport can, it is the draw itself.
     """
 
     def __init__(
@@ -46,10 +47,11 @@ class FoldedSampler:
         """
         self.site = "dspark-graph-greedy" if generator is None else "dspark-graph-sample"
         self._sync = sync
-        self._agree = sync.point(self.site)
         self._markov = markov
         self._generator = generator
-        self.logits_BGV = torch.zeros(max_batch, gamma, vocab_size, dtype=dtype, device=device)
+        self._logits_GBV = torch.zeros(gamma, max_batch, vocab_size, dtype=dtype, device=device)
+        self.logits_BGV = self._logits_GBV.transpose(0, 1)
+        """Each step's slice is contiguous, as a fused draw needs it."""
         self.tokens_BG = torch.zeros(max_batch, gamma, dtype=torch.int64, device=device)
         self.anchor_B = torch.zeros(max_batch, dtype=torch.int64, device=device)
         if generator is not None:
@@ -94,15 +96,16 @@ class FoldedSampler:
     def _chain(self, batch: int) -> None:
         prev_B = self.anchor_B[:batch]
         for step in range(self.tokens_BG.shape[1]):
-            step_logits_BV = self.logits_BGV[:batch, step]
+            step_logits_BV = self._logits_GBV[step, :batch]
             step_logits_BV.add_(self._markov(prev_B))
-            prev_B = self._agree(self._draw(step_logits_BV, batch))
+            prev_B = self._sync.draw(self.site, self._scores(step_logits_BV, batch))
             self.tokens_BG[:batch, step].copy_(prev_B)
 
-    def _draw(self, step_logits_BV: Tensor, batch: int) -> Tensor:
+    def _scores(self, step_logits_BV: Tensor, batch: int) -> Tensor:
+        """What the draw takes the argmax of."""
         if self._generator is None:
-            return step_logits_BV.argmax(dim=-1)
+            return step_logits_BV
         noise_BV = self.noise_BV[:batch]
         noise_BV.exponential_(generator=self._generator).clamp_(min=decisions.MIN_NOISE)
         noise_BV.masked_fill_(self.greedy_B[:batch].unsqueeze(1), 1.0)
-        return decisions.exponential_race(step_logits_BV, self.temperatures_B[:batch], noise_BV)
+        return decisions.race_scores(step_logits_BV, self.temperatures_B[:batch], noise_BV)

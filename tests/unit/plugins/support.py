@@ -9,6 +9,7 @@ from torch import Tensor
 
 from specsync_core.payload import find_problem
 from specsync_core.registry_files import builtin_registry, merge_registries
+from specsync_core.transports.one_shot_draw import draw_then, find_draw_problem
 
 REGISTRY = merge_registries([builtin_registry()])
 
@@ -33,6 +34,10 @@ class LoneSync:
             self.overwrite[slug](*tensors)
         self.calls.append((slug, tuple(tensor.clone() for tensor in tensors)))
         return tensors[0] if len(tensors) == 1 else tensors
+
+    def draw(self, slug: str, scores_BV: Tensor, noise_BV: Tensor | None = None) -> Tensor:
+        assert find_draw_problem(scores_BV, noise_BV) is None
+        return self.sync(slug, draw_then(scores_BV, noise_BV))
 
     def point(self, slug: str):
         return lambda *tensors: self.sync(slug, *tensors)

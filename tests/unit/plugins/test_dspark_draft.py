@@ -1,10 +1,10 @@
 import pytest
 import torch
-from specsync_dspark.draws import draft_block, multinomial_draw, race_draw
+from specsync_dspark.draws import draft_block, multinomial_draw
 from specsync_dspark.folded import FoldedSampler
 
 from specsync_core import folded_sampling_bytes
-from specsync_core.decisions import Sampling
+from specsync_core.decisions import Sampling, sample_tokens
 from tests.toy_models import table
 from tests.unit.plugins.support import LoneSync, assert_distributed
 
@@ -89,13 +89,13 @@ def test_sampled_rows_follow_the_drafts_distribution_and_greedy_rows_the_argmax(
     assert block.tokens_BG[rows:].tolist() == [greedy_oracle(base_logits(1)[0], 0)] * 10
 
 
-@pytest.mark.parametrize("draw", [race_draw, multinomial_draw])
+@pytest.mark.parametrize("draw", [sample_tokens, multinomial_draw])
 def test_a_temperature_near_zero_is_clamped_not_divided_by(draw):
     sampling = Sampling.of(torch.tensor([1e-30]))
     assert draw(torch.tensor([[1.0, 3.0, 2.0]]), sampling, torch.Generator().manual_seed(0)).tolist() == [1]
 
 
-@pytest.mark.parametrize("draw", [race_draw, multinomial_draw])
+@pytest.mark.parametrize("draw", [sample_tokens, multinomial_draw])
 def test_a_top_k_of_one_is_greedy_at_any_temperature(draw):
     logits_BV = torch.tensor([[1.0, 1.1, 1.05]]).expand(500, 3)
     sampling = Sampling.of(torch.full((500,), 5.0), top_ks_B=torch.ones(500, dtype=torch.int64))
