@@ -55,6 +55,13 @@ class BisectError(SpecSyncError):
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return ``" (did you mean 'x'?)"`` for the closest known word, or an empty string."""
-    close = get_close_matches(word, list(known), n=1, cutoff=0.6)
+    """Return ``" (did you mean 'x'?)"`` for the closest known word, or an empty string.
+
+    The closest is the only one that has all parts of a word with dashes (``vllm-lead``: ``vllm-draft-lead``), else the
+    one with the most letters in common.
+    """
+    words, parts = list(known), set(word.split("-"))
+    close = [each for each in words if len(parts) > 1 and parts <= set(each.split("-"))]
+    if len(close) != 1:
+        close = get_close_matches(word, words, n=1, cutoff=0.6)
     return f" (did you mean '{close[0]}'?)" if close else ""

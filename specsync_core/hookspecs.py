@@ -103,6 +103,10 @@ class BroadcastPoint:
     """Modules whose calls count; empty for all. Reads the caller's frame: for start-up only."""
     wait_for: Callable[[Call], None] | None = None
     """Instead of a broadcast: wait, before or after the call, for what makes this rank's own clock decide."""
+    derive: Callable[[Call], None] | None = None
+    """For ``when="after"``, outside of graph captures: called behind the sync on every rank but group rank 0, to write
+    anew what the function has already derived from this rank's own values. Where these are group rank 0's, it has to
+    change nothing."""
     proof: str | None = None
     """Name of a decision that is made in every decode step. Of the applied points with one name at least one must
     have fired after the first steps."""
@@ -113,6 +117,11 @@ class BroadcastPoint:
         self._check("capture", self.capture, get_args(Capture))
         if self.op is not None:
             self._check("op", self.op, get_args(Op))
+        if self.derive is not None and (self.when != "after" or self.capture != "never"):
+            raise PluginError(
+                f"BroadcastPoint at {self.target}: derive goes with when='after' and capture='never', not with"
+                f" {self.when!r} and {self.capture!r}."
+            )
 
     def _check(self, name: str, word: str, known: tuple[str, ...]) -> None:
         if word not in known:

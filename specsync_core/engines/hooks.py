@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from specsync_core.engines.host_hooks import Hook, agree_on_given, lead_rows, sync_rows
 from specsync_core.engines.proof import Firings
+from specsync_core.groups import select_group
 from specsync_core.hookspecs import BroadcastPoint, Call, Scope
 from specsync_core.sync import PointCall, SpecTpSync
 
@@ -81,13 +82,20 @@ def _hook(
         agreed = {slug: slug for slug in point.sites if sync.enabled(slug)}
         return Hook(point.target, "after", _agree(point, agreed, sync, fired, own_modules), agreed.clear)
     calls = {slug: sync.point(slug) for slug in point.sites if sync.reachable(slug)}
-    build = {"after": _after, "before": _before, "callback": _callback}[point.when]
-    kind: Literal["before", "after"] = "after" if point.when == "after" else "before"
-    return Hook(point.target, kind, build(point, calls, fired, read_scope), calls.clear)
+    if point.when == "after":
+        derives = point.derive is not None and select_group(sync.groups).rank_in_group > 0
+        after = _after(point, calls, fired, read_scope, point.derive if derives else None)
+        return Hook(point.target, "after", after, calls.clear)
+    build = {"before": _before, "callback": _callback}[point.when]
+    return Hook(point.target, "before", build(point, calls, fired, read_scope), calls.clear)
 
 
 def _after(
-    point: BroadcastPoint, calls: Mapping[str, PointCall], fired: Callable[[], None], read_scope: ReadScope
+    point: BroadcastPoint,
+    calls: Mapping[str, PointCall],
+    fired: Callable[[], None],
+    read_scope: ReadScope,
+    derive: Callable[[Call], None] | None = None,
 ) -> Callable[..., Any]:
     site_of, tensors_of = point.site_of, point.tensors_of
 
@@ -99,6 +107,8 @@ def _after(
         fired()
         if (act := calls.get(site)) is not None:
             act(*tensors_of(call))
+            if derive is not None:
+                derive(call)
 
     return after
 

@@ -128,6 +128,18 @@ def test_unknown_token() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("token", "meant"),
+    [
+        ("vllm-lead", "vllm-draft-lead"),  # more letters in common with vllm-seed
+        ("ngram-corpus", "eagle-ngram-corpus"),
+        ("dspark-accept", "dspark-accept-graph"),  # a part of several: the closest
+    ],
+)
+def test_an_unknown_token_with_parts_of_a_known_one(token: str, meant: str) -> None:
+    assert f"unknown token '{token}' (did you mean '{meant}'?)" in refusal(token)
+
+
 @pytest.mark.parametrize("text", ["99", "0", "-1000", "\u0667", "all dspark-plan", "all;rng", "sync", "--7"])
 def test_more_unknown_tokens(text: str) -> None:
     assert refusal(text).startswith("SPECSYNC_SITES: unknown token ")

@@ -54,7 +54,7 @@ def points(engine: EngineFacts) -> Sequence[BroadcastPoint]:
     if algorithm is None or algorithm in TREES:
         found += sglang_drafts.points()
     if algorithm in (None, "ngram"):
-        found += _ngram(engine.platform)
+        found += _ngram()
     return found
 
 
@@ -125,18 +125,19 @@ def _target() -> Sequence[BroadcastPoint]:
     return [point, replace(point, versions=">=0.5.22,<0.5.24", signature=(*known, "logprob_logits"))]
 
 
-def _ngram(platform: str | None) -> Sequence[BroadcastPoint]:
-    """The drafts: on the device, where no host waits for another, or on the host where that needs them."""
+def _ngram() -> Sequence[BroadcastPoint]:
+    """The drafts: on the device, where no host waits for another; on the host, where a grammar's mask comes from them.
+
+    Every rank asks the same of the batch, which is replicated.
+    """
 
     def drafts_on_host(call: Call) -> str | None:
-        worker, batch = call.args
-        return "eagle-ngram-draft" if _is_needed_on_host(worker, batch, platform) else None
+        return "eagle-ngram-draft" if call.argument("batch", drafts.signature).has_grammar else None
 
     def tree_on_device(call: Call) -> str | None:
-        worker, batch = call.args
-        if not batch.forward_mode.is_target_verify():  # a prefill, or an idle batch: nothing was drafted
-            return None
-        return None if _is_needed_on_host(worker, batch, platform) else "eagle-ngram-tree"
+        batch = call.argument("batch", tree.signature)
+        # Not a prefill, nor an idle batch: nothing was drafted there.
+        return "eagle-ngram-tree" if batch.forward_mode.is_target_verify() and not batch.has_grammar else None
 
     drafts = BroadcastPoint(
         target=f"{SPECULATIVE}.ngram_worker.NGRAMWorker._prepare_draft_tokens",
@@ -155,6 +156,7 @@ def _ngram(platform: str | None) -> Sequence[BroadcastPoint]:
         sites=("eagle-ngram-tree",),
         site_of=tree_on_device,
         tensors_of=_tree,
+        derive=_spread_tree,
     )
     corpus = BroadcastPoint(
         target=f"{SPECULATIVE}.external_corpus_manager.ExternalCorpusManager.add",
@@ -169,22 +171,6 @@ def _ngram(platform: str | None) -> Sequence[BroadcastPoint]:
     return [drafts, tree, corpus]
 
 
-LARGEST_MASK = 1 << 20
-"""Bytes of an attention mask, as long as the sequences, that are broadcast in a step; beyond it hosts meet instead."""
-
-
-def _is_needed_on_host(worker: Any, batch: Any, platform: str | None) -> bool:
-    """Whether the drafts must agree on the host; every rank answers alike, for all that is asked is agreed.
-
-    A grammar's mask is derived there. And on a GPU the device's attention mask spans the sequences, which for long ones
-    is more to send than the drafts are worth.
-    """
-    if batch.has_grammar or platform == "cpu":
-        return bool(batch.has_grammar)
-    drafts = worker.draft_token_num
-    return bool(drafts * (int(batch.seq_lens_cpu.sum()) + drafts * len(batch.reqs)) > LARGEST_MASK)
-
-
 def _host_tensors(call: Call) -> Sequence[Any]:
     """The drafts and their tree mask: NumPy arrays, of which the tensors share the memory."""
     import torch
@@ -193,10 +179,29 @@ def _host_tensors(call: Call) -> Sequence[Any]:
 
 
 def _tree(call: Call) -> Sequence[Any]:
-    """All that was derived from the drafts, in the registry's order."""
-    tree = call.args[1].spec_info
+    """The drafts, and what was derived from them but for the attention mask, in the registry's order."""
+    worker, batch = call.args
+    tree = batch.spec_info
     links = tree.retrieve_index, tree.retrieve_next_token, tree.retrieve_next_sibling
-    return tree.draft_token, tree.custom_mask, tree.positions, *links
+    return tree.draft_token, worker.tree_mask_batch[len(batch.reqs)], tree.positions, *links
+
+
+def _spread_tree(call: Call) -> None:
+    """Write the agreed tree into the attention mask, which the engine made on the host from this rank's own.
+
+    The mask has a row per node, each of the request's length and then the tree's row; on CPU it is the tree itself.
+    """
+    import torch
+
+    worker, batch = call.args
+    mask, tree_M, nodes = batch.spec_info.custom_mask, worker.tree_mask_batch[len(batch.reqs)], worker.draft_token_num
+    if mask.numel() == tree_M.numel():
+        return
+    width_B = batch.seq_lens_cpu + nodes
+    begin_B = (width_B * nodes).cumsum(0) - width_B * nodes + batch.seq_lens_cpu
+    node = torch.arange(nodes)
+    index_BNN = begin_B[:, None, None] + width_B[:, None, None] * node[:, None] + node
+    mask.index_copy_(0, index_BNN.view(-1).to(mask.device, non_blocking=True), tree_M)
 
 
 def _wait_for_corpus(call: Call) -> None:

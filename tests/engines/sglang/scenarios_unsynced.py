@@ -418,6 +418,7 @@ def ngram_worker(case: Case, worker_class: type) -> object:
     from sglang.srt.speculative import ngram_worker as module
 
     module.assign_extend_cache_locs_func = module.prepare_mamba_track_for_verify = lambda *_, **__: None
+    module._is_cpu = False  # as on a GPU, the attention mask spans the sequences
     worker = object.__new__(worker_class)
     worker.draft_token_num, worker.max_trie_depth, worker.enable_overlap = S, 8, False
     worker.max_batch_size, worker.device = B, "cpu"
@@ -440,8 +441,8 @@ def ngram_batch() -> SimpleNamespace:
         forward_mode=ForwardMode.DECODE,
         has_grammar=False,
         grammar_needs_sync=lambda: True,
-        seq_lens=ones_B * 3,
-        seq_lens_cpu=ones_B * 3,
+        seq_lens=ones_B.cumsum(0) * 3,
+        seq_lens_cpu=ones_B.cumsum(0) * 3,
         req_pool_indices=ones_B,
         req_to_token_pool=SimpleNamespace(req_to_token=None),
         spec_info=SimpleNamespace(accept_tokens=torch.zeros(B * S, dtype=torch.int64), accept_lens=ones_B),

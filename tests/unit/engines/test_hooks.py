@@ -2,12 +2,14 @@
 
 from dataclasses import replace
 from functools import wraps
+from types import SimpleNamespace
 
 import pytest
 
 from specsync_core import BroadcastPoint, Scope, no_tensors
 from specsync_core.engines.hooks import active_points, build_hooks
 from specsync_core.engines.proof import Firings
+from specsync_core.errors import PluginError
 from tests.unit.engines import toy_engine
 
 TOY = "tests.unit.engines.toy_engine"
@@ -89,6 +91,22 @@ def test_after_takes_the_result_and_before_the_arguments(engine):
     assert engine(*made).decide("tokens") == "tokens"
     assert sync.calls == [(SITE, ("tokens",))] * 2
     assert firings.counts == {POINT.target: 2}
+
+
+@pytest.mark.parametrize(("rank", "derived"), [(0, []), (1, ["synced"])])
+def test_what_was_derived_is_written_anew_behind_the_sync_on_every_rank_but_group_rank_0(engine, rank, derived):
+    sync, seen = NotingSync(SITE), []
+    group = SimpleNamespace(rank_in_group=rank)
+    sync.groups = SimpleNamespace(tp=group, dp_attention=False)
+    point = replace(POINT, derive=lambda call: seen.append("synced" if sync.calls else "too early"))
+    engine(*build_hooks([point], sync, Firings())).decide([[0, 5]])
+    assert seen == derived
+
+
+@pytest.mark.parametrize("wrong", [{"when": "before"}, {"capture": "any-communicator"}])
+def test_nothing_is_derived_before_a_call_or_inside_a_capture(wrong):
+    with pytest.raises(PluginError, match=r"derive goes with when='after' and capture='never', not with"):
+        replace(POINT, derive=lambda call: None, **wrong)
 
 
 def test_a_call_of_no_site_is_left_alone_and_does_not_count(engine):

@@ -101,55 +101,65 @@ def test_a_tree_is_for_algorithms_that_draft_one_and_a_corpus_for_ngram():
     assert {"eagle-ngram-draft", "eagle-ngram-tree", "eagle-ngram-corpus"} <= corpora - trees
 
 
-def ngram_batch(seq_len=100, requests=2, grammar=False, verify=True):
-    drafts = 8
+DRAFTS = 3
+
+
+def ngram_step(tree_BNN, seq_lens, grammar=False, verify=True):
+    """A call of the preparation on a device: the engine has made the attention mask from this rank's own tree."""
+    requests = len(seq_lens)
+    rows = [
+        torch.cat((torch.ones(DRAFTS, n).bool(), own), 1).view(-1) for n, own in zip(seq_lens, tree_BNN, strict=True)
+    ]
+    links_BN = torch.zeros(requests, DRAFTS, dtype=torch.int64)
     tree = SimpleNamespace(
-        draft_token=torch.zeros(requests * drafts, dtype=torch.int64),
-        custom_mask=torch.ones(requests * drafts * (seq_len + drafts), dtype=torch.bool),
-        positions=torch.zeros(requests * drafts, dtype=torch.int64),
-        retrieve_index=torch.zeros(requests, drafts, dtype=torch.int64),
-        retrieve_next_token=torch.zeros(requests, drafts, dtype=torch.int64),
-        retrieve_next_sibling=torch.zeros(requests, drafts, dtype=torch.int64),
+        draft_token=torch.zeros(requests * DRAFTS, dtype=torch.int64),
+        custom_mask=torch.cat(rows),
+        positions=torch.zeros(requests * DRAFTS, dtype=torch.int64),
+        retrieve_index=links_BN,
+        retrieve_next_token=links_BN + 1,
+        retrieve_next_sibling=links_BN + 2,
     )
-    return SimpleNamespace(
+    batch = SimpleNamespace(
         reqs=[None] * requests,
-        seq_lens_cpu=torch.full((requests,), seq_len),
+        seq_lens_cpu=torch.tensor(seq_lens),
         has_grammar=grammar,
         forward_mode=SimpleNamespace(is_target_verify=lambda: verify),
         spec_info=tree,
     )
+    masks = [None] * requests + [tree_BNN.reshape(-1).clone()]
+    return Call((SimpleNamespace(draft_token_num=DRAFTS, tree_mask_batch=masks), batch), {})
 
 
-def ngram_sites(batch, platform):
-    """The sites at which the drafts of one step agree."""
-    call = Call((SimpleNamespace(draft_token_num=8), batch), {})
-    found = [point for point in points("0.5.17", "ngram", platform) if "NGRAMWorker" in point.target]
-    assert {point.sites for point in found} == {("eagle-ngram-draft",), ("eagle-ngram-tree",)}
-    return {site for point in found if (site := point.site_of(call))}
+CHAIN, STAR = torch.ones(DRAFTS, DRAFTS).tril().bool(), torch.eye(DRAFTS).bool()
 
 
 @pytest.mark.parametrize(
-    ("batch", "platform", "site"),
-    [
-        (ngram_batch(), "cuda", "eagle-ngram-tree"),
-        (ngram_batch(), None, "eagle-ngram-tree"),
-        (ngram_batch(seq_len=65_528), "cuda", "eagle-ngram-tree"),
-        (ngram_batch(seq_len=65_529), "cuda", "eagle-ngram-draft"),
-        (ngram_batch(seq_len=65_529), "cpu", "eagle-ngram-tree"),
-        (ngram_batch(grammar=True), "cuda", "eagle-ngram-draft"),
-        (ngram_batch(grammar=True), "cpu", "eagle-ngram-draft"),
-    ],
+    ("grammar", "verify", "sites"),
+    [(False, True, {"eagle-ngram-tree"}), (True, True, {"eagle-ngram-draft"}), (False, False, set())],
 )
-def test_ngrams_drafts_agree_once_where_it_costs_least(batch, platform, site):
-    """A mask of more than 1 MiB, and a grammar, make the hosts meet; on CPU the mask does not span the sequences."""
-    assert ngram_sites(batch, platform) == {site}
+def test_ngrams_drafts_agree_on_the_device_and_with_a_grammar_on_the_host(grammar, verify, sites):
+    step = ngram_step(CHAIN.repeat(2, 1, 1), [5, 9], grammar, verify)
+    found = [point for point in points("0.5.17", "ngram") if "NGRAMWorker" in point.target]
+    assert {point.sites for point in found} == {("eagle-ngram-draft",), ("eagle-ngram-tree",)}
+    assert {site for point in found if (site := point.site_of(step))} == sites
 
 
-def test_ngrams_tree_is_a_payload_of_its_site_and_a_prefill_has_none():
+def test_ngrams_agreed_tree_is_written_into_the_mask_that_spans_the_sequences():
     (point,) = (point for point in points("0.5.17", "ngram") if "eagle-ngram-tree" in point.sites)
-    worker = SimpleNamespace(draft_token_num=8)
-    LoneSync().sync("eagle-ngram-tree", *point.tensors_of(Call((worker, ngram_batch()), {})))
-    assert point.site_of(Call((worker, ngram_batch(verify=False)), {})) is None
+    theirs = torch.stack((CHAIN, STAR, CHAIN))
+    step, right = ngram_step(torch.stack((STAR, STAR, CHAIN)), [5, 9, 1]), ngram_step(theirs, [5, 9, 1])
+    before = step.args[1].spec_info.custom_mask.clone()
+    point.derive(step)
+    assert torch.equal(step.args[1].spec_info.custom_mask, before), "without a change it changes nothing"
+
+    def as_group_rank_0s(tokens, tree_mask, *rest):
+        tree_mask.copy_(theirs.reshape(-1))
+
+    tensors = point.tensors_of(step)
+    LoneSync(overwrite={"eagle-ngram-tree": as_group_rank_0s}).sync("eagle-ngram-tree", *tensors)
+    point.derive(step)
+    assert torch.equal(step.args[1].spec_info.custom_mask, right.args[1].spec_info.custom_mask)
+    assert {tuple(tensor.shape) for tensor in tensors} == {(9,), (27,), (3, 3)}, "sizes do not grow with the sequences"
 
 
 def test_another_engine_has_none_of_them():
