@@ -227,7 +227,8 @@ def test_a_peer_that_does_not_come(world: int) -> None:
 def test_a_rank_whose_host_halts_it_waits_no_more(world: int) -> None:
     """A peer waits for group rank 0, and group rank 0 for a full ring: halted, both go on with their own values."""
     for halted in (0, 1):
-        rank = group(world)[halted]
+        ranks = group(world)  # all of them: group rank 0 writes into its peers' memory
+        rank = ranks[halted]
         channel = Channel(halted, world, rank.inbox, rank.inboxes, rank.state, rank.record)
         for turn in range(protocol.SLOTS if halted == 0 else 0):
             rank.call("halt", payload(0, turn))

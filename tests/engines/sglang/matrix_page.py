@@ -55,7 +55,8 @@ GPUS = """\
 ## Two GPUs, CUDA graphs{size}
 
 From `{path}` ({machine}). Ratios of tokens per second to stock's, medians of alternating rounds. `stock once more` is a
-second engine that equals stock's: what differs there is noise.
+second engine that equals stock's: what differs there is noise. NGRAM's runs are from before its drafts agreed on the
+device (`eagle-ngram-tree`): its hosts still met in every step.
 """
 VARIANTS = {"specsync": "specsync", "control": "stock once more", "grouped": "specsync over PyNccl"}
 GPU_RESULTS = ROOT / "benchmarks" / "results"
