@@ -80,17 +80,22 @@ def lose(rank: int, world_size: int, how: str, transport: str) -> dict[str, obje
     return decode(sync, rank, {"killed": kill, "stopped": stop}[how])
 
 
-def left_in_shared_memory(found: list[object]) -> set[str]:
-    """Files in shared memory that carry the process id of a rank, the lost one's included."""
+def shared_memory() -> set[str]:
+    folder = Path("/dev/shm")
+    return {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+
+
+def of_ranks(names: set[str], found: list[object]) -> set[str]:
+    """The names that carry the process id of a rank, the lost one's included; other programs have names there, too."""
     told = " ".join(str(end) for end in found)
     pids = set(re.findall(r"\(pid (\d+) on", told)) | {str(end["pid"]) for end in found if end}
-    names = {path.name for path in Path("/dev/shm").iterdir()} if Path("/dev/shm").is_dir() else set()
-    return {name for name in names if pids & set(re.findall(r"\d+", name))}
+    return {name for name in names if pids & set(re.split(r"[^0-9a-zA-Z]", name))}
 
 
 @pytest.mark.parametrize("transport", ["grouped", "group"])
 @pytest.mark.parametrize("how", ["killed", "stopped"])
 def test_the_others_name_a_rank_that_is_gone_and_shut_down(how, transport):
+    before = shared_memory()
     found = run_ranks(
         lose, WORLD, args=(how, transport), group_timeout_s=GROUP_TIMEOUT_S, lost=(FAILING,), timeout_s=60
     )
@@ -107,7 +112,7 @@ def test_the_others_name_a_rank_that_is_gone_and_shut_down(how, transport):
         assert survivor["shutdown_s"] < GROUP_TIMEOUT_S + 2
         # What was decided before is group rank 0's, on every rank.
         assert survivor["tokens"] == [[step * 10] * 4 for step in range(1, len(survivor["tokens"]) + 1)]
-    assert not left_in_shared_memory(found)
+    assert not of_ranks(shared_memory() - before, found)
     assert multiprocessing.active_children() == []
 
 
