@@ -73,6 +73,11 @@ def exponential_noise(like: Tensor, generator: Generator | None) -> Tensor:
     return noise.exponential_(generator=generator).clamp_(min=MIN_NOISE)
 
 
+def race_noise(like: Tensor, sampling: Sampling, generator: Generator | None) -> Tensor:
+    """Fresh noise of a race, 1 in greedy rows: float32, of ``like``'s shape ``[B, V]``."""
+    return exponential_noise(like, generator).masked_fill_(sampling.greedy_B.unsqueeze(1), 1.0)
+
+
 def uniform_coins(like: Tensor, generator: Generator | None) -> Tensor:
     """Coins in [0, 1) for every element, float32."""
     return torch.rand(like.shape, dtype=torch.float32, device=like.device, generator=generator)
@@ -101,12 +106,7 @@ def sample_tokens(logits_BV: Tensor, sampling: Sampling, generator: Generator | 
     """A token per row, by argmax where the row is greedy, else by temperature: int64 ``[B]``."""
     if sampling.all_greedy:
         return logits_BV.argmax(dim=-1)
-    return race_scores(logits_BV, sampling.temperatures_B, race_noise(logits_BV, sampling, generator)).argmax(dim=-1)
-
-
-def race_noise(like: Tensor, sampling: Sampling, generator: Generator | None) -> Tensor:
-    """Fresh noise of a race, 1 in greedy rows: float32, of ``like``'s shape ``[B, V]``."""
-    return exponential_noise(like, generator).masked_fill_(sampling.greedy_B.unsqueeze(1), 1.0)
+    return exponential_race(logits_BV, sampling.temperatures_B, race_noise(logits_BV, sampling, generator))
 
 
 def leading_run(matches_BG: Tensor) -> Tensor:

@@ -104,9 +104,9 @@ class BroadcastPoint:
     wait_for: Callable[[Call], None] | None = None
     """Instead of a broadcast: wait, before or after the call, for what makes this rank's own clock decide."""
     derive: Callable[[Call], None] | None = None
-    """For ``when="after"``, outside of graph captures: called behind the sync on every rank but group rank 0, to write
-    anew what the function has already derived from this rank's own values. Where these are group rank 0's, it has to
-    change nothing."""
+    """For ``when="after"``, outside of graph captures: called behind the sync on every rank but group rank 0 (there
+    too where faults may be injected), to write anew what the function has already derived from this rank's own values.
+    Also called in audit: where no value has changed, it has to change nothing."""
     proof: str | None = None
     """Name of a decision that is made in every decode step. Of the applied points with one name at least one must
     have fired after the first steps."""
@@ -117,11 +117,20 @@ class BroadcastPoint:
         self._check("capture", self.capture, get_args(Capture))
         if self.op is not None:
             self._check("op", self.op, get_args(Op))
-        if self.derive is not None and (self.when != "after" or self.capture != "never"):
+        if self.derive is not None and (problem := self._derive_problem()):
             raise PluginError(
-                f"BroadcastPoint at {self.target}: derive goes with when='after' and capture='never', not with"
-                f" {self.when!r} and {self.capture!r}."
+                f"BroadcastPoint at {self.target}: derive goes with tensors, when='after' and capture='never', not with"
+                f" {problem}."
             )
+
+    def _derive_problem(self) -> str | None:
+        """Return what keeps `derive` from being called, or from being right."""
+        if self.when != "after":
+            return f"when={self.when!r}"
+        if self.capture != "never":
+            return f"capture={self.capture!r}"
+        others = {"op": self.op, "value_of": self.value_of, "rows": self.rows, "wait_for": self.wait_for}
+        return next((name for name, value in others.items() if value), None)
 
     def _check(self, name: str, word: str, known: tuple[str, ...]) -> None:
         if word not in known:

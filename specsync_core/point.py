@@ -19,6 +19,7 @@ from specsync_core.registry import Site
 from specsync_core.transports import Transport
 from specsync_core.transports.base import CountingTransport, Move, copy_all_
 from specsync_core.transports.framed import FramedTransport
+from specsync_core.transports.one_shot_draw import MOST_ROWS
 
 if TYPE_CHECKING:
     from specsync_core.sync import SpecTpSync
@@ -56,7 +57,7 @@ class Point:
         """With the words for the place, for what peers are told."""
         self._frames: FramedTransport | None = None
         self._ragged: dict[Any, tuple[RaggedMove, str]] = {}
-        self._fused: dict[tuple[Signature, bool], Any] = {}
+        self._fused: dict[tuple[Signature, bool], tuple[Callable[..., None], str]] = {}
 
     def __call__(self, *tensors: Tensor, logits: Tensor | None = None) -> Any:
         try:
@@ -140,25 +141,29 @@ class Point:
             brought = "; ".join(f"group rank {rank} {theirs}" for rank, theirs in enumerate(labels))
             raise PayloadError(f"{self._site}: the ranks bring different payloads: {brought}.")
 
-    @property
-    def draws(self) -> bool:
-        """Whether this point's transport can draw and sync in one launch; audit keeps each rank's own draw."""
-        return self._overwrites and hasattr(self._transport, "bind_draw")
+    def can_draw(self, scores_BV: Tensor, noise_BV: Tensor | None) -> bool:
+        """Whether these can be drawn from and synced in one launch; audit keeps each rank's own draw."""
+        if not self._overwrites or not hasattr(self._transport, "bind_draw") or not scores_BV.is_cuda:
+            return False
+        in_rows = scores_BV.stride(1) == 1 and (noise_BV is None or noise_BV.is_contiguous())
+        return in_rows and scores_BV.shape[0] <= MOST_ROWS
 
     def draw(self, scores_BV: Tensor, noise_BV: Tensor | None, out_B: Tensor) -> Tensor:
         """Draw and sync in one launch; see `SpecTpSync.draw`."""
         key = (signature_of((scores_BV,)), noise_BV is not None)
         try:
+            fused, place = self._fused.get(key) or self._admit_draw(scores_BV, noise_BV, key)
             if self._store is not None:
                 self._store.glance()
-            if (fused := self._fused.get(key)) is None:
-                fused = self._fused[key] = self._admit_draw(scores_BV, noise_BV)
+                self._store.place = place
             fused(scores_BV, noise_BV, out_B)
         except BaseException as error:
             self.give_up(error, (out_B,))
         return out_B
 
-    def _admit_draw(self, scores_BV: Tensor, noise_BV: Tensor | None) -> Any:
+    def _admit_draw(
+        self, scores_BV: Tensor, noise_BV: Tensor | None, key: tuple[Signature, bool]
+    ) -> tuple[Callable[..., None], str]:
         label = f"a draw over {describe((scores_BV,) if noise_BV is None else (scores_BV, noise_BV))}"
         self._meet(label, scores_BV.device)
         transport: Any = self._transport
@@ -167,7 +172,8 @@ class Point:
                 self._site.slug, label, scores_BV, noisy=noise_BV is not None, count=self._compares
             )
         self._counter.add(counted)
-        return fused
+        known = self._fused[key] = fused, f"{self._site} with {label}"
+        return known
 
     def ragged(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Sync tensors whose sizes may differ between ranks; see `SpecTpSync.sync_ragged`."""

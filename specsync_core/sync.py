@@ -39,7 +39,7 @@ from specsync_core.switching import Capture, Captures, Switch, in_force
 from specsync_core.transports import Choice, Transport, choose_transport
 from specsync_core.transports.base import CountingTransport
 from specsync_core.transports.one_shot import OneShotTransport
-from specsync_core.transports.one_shot_draw import MOST_ROWS, draw_then, find_draw_problem
+from specsync_core.transports.one_shot_draw import draw_then, find_draw_problem
 
 if TYPE_CHECKING:
     from specsync_core.control.live import LiveControl
@@ -181,8 +181,11 @@ class SpecTpSync:
         """Draw a token per row and return group rank 0's, the same on every rank.
 
         The same, bit for bit, as taking ``argmax(scores)``, or ``argmax(scores / noise)`` in float32, and handing it
-        to `sync`; where the transport can, and for up to 4096 rows that are contiguous, both are one launch. With
-        ``noise ~ Exp(1)`` and scores in proportion to probabilities that is a sample (exponential race).
+        to `sync`; where the transport can, both are one launch. With ``noise ~ Exp(1)`` and scores in proportion to
+        probabilities that is a sample (exponential race).
+
+        One launch takes up to 4096 rows on a device, each contiguous, whatever lies between them; with taps or in
+        audit, tokens are drawn and then synced.
 
         Args:
             site: a site of kind broadcast with one tensor ``[B]`` of int64.
@@ -204,8 +207,7 @@ class SpecTpSync:
             if (live := self._live.get(self.plan.registry.site(site).slug)) is not None:
                 live.give_up(refused, (scores_BV,))  # the peers, whose own are fine, must not wait for this rank
             raise refused
-        contiguous = scores_BV.is_contiguous() and (noise_BV is None or noise_BV.is_contiguous())
-        if isinstance(point, Point) and point.draws and contiguous and scores_BV.shape[0] <= MOST_ROWS:
+        if isinstance(point, Point) and point.can_draw(scores_BV, noise_BV):
             tokens_B = scores_BV.new_empty(scores_BV.shape[0], dtype=torch.int64) if out is None else out
             return point.draw(scores_BV, noise_BV, tokens_B)
         tokens_B = draw_then(scores_BV, noise_BV)

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from specsync_core.cli.output import JsonOption, UsageError, print_json, print_table, write_file
-
-PLOTTED = ("png", "svg", "pdf", "jpg")
 
 
 def bench(
@@ -56,17 +54,30 @@ def bench(
     if out is not None:
         write_file("--out", out, json.dumps(result, indent=2) + "\n")
     if plot is not None:
-        report.plot(result, plot)
+        try:
+            report.plot(result, plot)
+        except OSError as error:
+            raise UsageError(f"--plot: {plot} cannot be written: {error.strerror or error}.") from error
 
 
 def _check_files(out: Path | None, plot: Path | None) -> None:
     """Refuse what cannot be written before anything is measured. Raises UsageError."""
     for option, path in (("--out", out), ("--plot", plot)):
-        if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+        if path is None:
+            continue
+        if path.is_dir() or not path.absolute().parent.is_dir():
             raise UsageError(f"{option}: {path} cannot be written: give a file in a directory that exists.")
-    if plot is None:
-        return
-    if find_spec("matplotlib") is None:
-        raise UsageError("--plot needs matplotlib, which is not installed: pip install matplotlib.")
-    if plot.suffix[1:].lower() not in PLOTTED:
-        raise UsageError(f"--plot: {plot}: unknown kind of picture. Known: .{', .'.join(PLOTTED)}.")
+        if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+            raise UsageError(f"{option}: {path} cannot be written: permission denied.")
+    if plot is not None:
+        _check_picture(plot)
+
+
+def _check_picture(plot: Path) -> None:
+    try:
+        from matplotlib.backend_bases import FigureCanvasBase  # type: ignore[import-not-found,import-untyped,unused-ignore]
+    except ImportError as error:
+        raise UsageError(f"--plot needs matplotlib: {error}. pip install matplotlib") from error
+    known = FigureCanvasBase.get_supported_filetypes()
+    if plot.suffix[1:].lower() not in known:
+        raise UsageError(f"--plot: {plot}: unknown kind of picture. Known: .{', .'.join(sorted(known))}.")

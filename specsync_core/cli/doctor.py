@@ -20,7 +20,10 @@ def doctor(
         typer.Argument(help="The ranks' recordings and dumps: a run's directory, or SPECSYNC_DUMP_DIR."),
     ] = None,
     engine: Annotated[
-        str | None, typer.Option(help="Instead: check every target in this installed engine, without starting it.")
+        str | None,
+        typer.Option(
+            help="Instead: check every target in this installed engine, and that it loads specsync, without a start."
+        ),
     ] = None,
     html: Annotated[Path | None, typer.Option(help="Also write the report as one page, with a timeline.")] = None,
     as_json: JsonOption = False,
@@ -94,7 +97,7 @@ def _examine_engine(name: str, as_json: bool) -> None:
 
 
 def examine_engine(name: str) -> dict[str, Any]:
-    """Import every target of an installed engine and compare its parameters with the known ones."""
+    """Import every target of an installed engine, compare its parameters, and see that the engine loads the plugin."""
     from specsync_core.engines.targets import check_target, targets_of
     from specsync_core.errors import EngineError
     from specsync_core.manager import plugin_manager

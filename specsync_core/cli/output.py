@@ -22,7 +22,7 @@ LEAST_LAST_COLUMN = 24
 
 
 class UsageError(SpecSyncError):
-    """An argument names something that does not exist. Exit code 2."""
+    """An argument names something that does not exist, or that cannot be used or written. Exit code 2."""
 
 
 def print_json(value: Any) -> None:

@@ -83,8 +83,10 @@ def _hook(
         return Hook(point.target, "after", _agree(point, agreed, sync, fired, own_modules), agreed.clear)
     calls = {slug: sync.point(slug) for slug in point.sites if sync.reachable(slug)}
     if point.when == "after":
-        derives = point.derive is not None and select_group(sync.groups).rank_in_group > 0
-        after = _after(point, calls, fired, read_scope, point.derive if derives else None)
+        derive = point.derive
+        if derive is not None and select_group(sync.groups).rank_in_group == 0 and not sync.taps:
+            derive = None  # group rank 0's values are its own, but for a fault that is injected there
+        after = _after(point, calls, fired, read_scope, derive)
         return Hook(point.target, "after", after, calls.clear)
     build = {"before": _before, "callback": _callback}[point.when]
     return Hook(point.target, "before", build(point, calls, fired, read_scope), calls.clear)

@@ -33,8 +33,10 @@ class KnownEngine:
     """Entry points that the engine loads."""
     allowlist: str
     """Environment variable that restricts which of them it loads, by names between commas."""
-    allowlist_strips: bool
-    """The engine takes names with blanks around them, and an empty variable restricts nothing."""
+    strips_blanks: bool
+    """The engine takes names in it with blanks around them."""
+    empty_allows_all: bool
+    """The variable, set to nothing, restricts nothing."""
 
     def loading_problem(self, environ: Mapping[str, str] | None = None) -> str | None:
         """Return why the engine would not load specsync's plugin, or None.
@@ -45,10 +47,10 @@ class KnownEngine:
         if not any(entry.name == PLUGIN for entry in entry_points(group=self.plugin_group)):
             return f"no entry point {PLUGIN} in {self.plugin_group}: install specsync-core beside {self.name} again"
         value = engine_variable(self.allowlist, environ)
-        if value is None or (self.allowlist_strips and not value):
+        if value is None or (self.empty_allows_all and not value):
             return None
         names = value.split(",")
-        if PLUGIN in ([name.strip() for name in names] if self.allowlist_strips else names):
+        if PLUGIN in ([name.strip() for name in names] if self.strips_blanks else names):
             return None
         blank = f" ({self.name} takes blanks as part of a name)" if PLUGIN in map(str.strip, names) else ""
         wanted = ",".join([*filter(None, (name.strip() for name in names if name.strip() != PLUGIN)), PLUGIN])
@@ -80,7 +82,8 @@ SGLANG = KnownEngine(
     ("0.5.17", "0.5.23"),
     plugin_group="sglang.srt.plugins",
     allowlist="SGLANG_PLUGINS",
-    allowlist_strips=True,
+    strips_blanks=True,
+    empty_allows_all=True,
 )
 VLLM = KnownEngine(
     "vllm",
@@ -89,7 +92,8 @@ VLLM = KnownEngine(
     ("0.24.0", "0.32.0"),
     plugin_group="vllm.general_plugins",
     allowlist="VLLM_PLUGINS",
-    allowlist_strips=False,
+    strips_blanks=False,
+    empty_allows_all=False,
 )
 ENGINES: Mapping[str, KnownEngine] = {engine.name: engine for engine in (SGLANG, VLLM)}
 

@@ -42,6 +42,16 @@ class Firings:
         for targets in self.decisions.values():
             targets[:] = [other for other in targets if other != target]
 
+    def waive(self, off: Iterable[BroadcastPoint]) -> None:
+        """Expect nothing of a decision that the policy leaves alone in part: a step may make it there.
+
+        Args:
+            off: points that are not applied, as all their sites are off.
+        """
+        for point in off:
+            if point.proof is not None and point.target not in self.decisions.get(point.proof, ()):
+                self.decisions.pop(point.proof, None)
+
     def unproven(self) -> list[str]:
         """Return the decisions of which no target fired."""
         return [

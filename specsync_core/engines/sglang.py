@@ -126,6 +126,8 @@ class Adapter:
         self._injector: FaultInjector | None = None
         self._absent: list[BroadcastPoint] = []
         """Points of modules that the engine had not imported when the hooks were placed."""
+        self._off: list[BroadcastPoint] = []
+        """Points whose sites are all off."""
         self._worker_class = worker_class
         self._decode_steps = 0
         self._plan: Plan | None = None
@@ -156,6 +158,7 @@ class Adapter:
         self.sync = self.session.sync
         self.points = active_points(candidates.points, self.sync)
         hooks = list(build_hooks(self.points, self.sync, self.firings, (HOOK_REGISTRY,)))
+        self.firings.waive(self._off)
         if self._worker_class is not None and self.points:
             hooks += self._step_hooks(self._worker_class)
         unapplied = exchange("hooks applied", apply_hooks(hooks))
@@ -209,6 +212,7 @@ class Adapter:
         points = [point for point in candidates.points if point not in self._absent]
         may_be_on = self._plan.may_be_on
         wanted = [point for point in points if point.when == "engine" or any(map(may_be_on, point.sites))]
+        self._off = [point for point in points if point not in wanted]
         return Candidates(tuple(wanted), candidates.problems)
 
     def _step_hooks(self, worker_class: type) -> list[Hook]:

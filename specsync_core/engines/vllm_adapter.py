@@ -71,6 +71,8 @@ class Adapter:
         self._decides = bool(get_pp_group().is_last_rank)
         self._margin = (vllm_config.speculative_config.num_speculative_tokens or 0) + 2
         self._absent: list[BroadcastPoint] = []
+        self._off: list[BroadcastPoint] = []
+        """Points whose sites are all off."""
         self._plan: Plan | None = None
         self._store: GroupStore | None = store_of(group.cpu_group) if group.world_size > 1 else None
         self._metrics: Metrics | None = None
@@ -96,6 +98,7 @@ class Adapter:
         self.points = active_points(candidates.points, self.sync)
         if self.points:
             hooks = [*build_hooks(self.points, self.sync, self.firings), *self._step_hooks()]
+            self.firings.waive(self._off)
             unapplied = apply_hooks(hooks, self.fail)
             theirs = self._exchange("hooks applied", unapplied)
             if problems := [f"  group rank {rank}: {', '.join(paths)}" for rank, paths in enumerate(theirs) if paths]:
@@ -115,11 +118,9 @@ class Adapter:
         if self._store is None or not self._decides:
             return Candidates(())
         candidates = find_points(manager, self.facts, VLLM.versions)
-        ours = [
-            point
-            for point in candidates.points
-            if point.target.startswith(V2_MODULES) == self.is_v2 and any(map(self._plan.may_be_on, point.sites))
-        ]
+        runners = [point for point in candidates.points if point.target.startswith(V2_MODULES) == self.is_v2]
+        ours = [point for point in runners if any(map(self._plan.may_be_on, point.sites))]
+        self._off = [point for point in runners if point not in ours and is_imported(point)]
         # The runner is made, and has imported what it runs. Nothing is imported for a look at its signature.
         self._absent = [point for point in ours if not is_imported(point)]
         return Candidates(tuple(point for point in ours if point not in self._absent), candidates.problems)

@@ -93,7 +93,7 @@ def make_draw(
     def draw(scores_BV: Tensor, noise_BV: Tensor | None, out_B: Tensor, _keep: object = (cells, ticket, stats)) -> None:
         transport.check()
         noise = 0 if noise_BV is None else noise_BV.data_ptr()
-        launch(transport.stream(), scores_BV.data_ptr(), noise, out_B.data_ptr(), *fixed)
+        launch(transport.stream(), scores_BV.data_ptr(), noise, out_B.data_ptr(), scores_BV.stride(0), *fixed)
 
     return draw
 
@@ -133,8 +133,8 @@ def compile_draw(
         "SCORE": getattr(tl, dtype.removeprefix("torch.")), "NOISY": noisy, "SPAN": span, "ROWS": rows,
     }  # fmt: skip
     signature: dict[str, Any] = {
-        "scores": "i64", "noise": "i64", "out": "i64", "vocabulary": "i32", "rows": "i32", "cells": "i64",
-        "ticket": "i64", "header": "i64", "inboxes": ("i64",) * world,
+        "scores": "i64", "noise": "i64", "out": "i64", "stride": "i64", "vocabulary": "i32", "rows": "i32",
+        "cells": "i64", "ticket": "i64", "header": "i64", "inboxes": ("i64",) * world,
         **dict.fromkeys(("state", "stats", "record", "timeout_ns"), "i64"),
         **dict.fromkeys(constants, "constexpr"),
     }  # fmt: skip

@@ -582,6 +582,7 @@ def draw_kernel(
     scores,
     noise,
     out,
+    stride,
     vocabulary,
     rows,
     cells,
@@ -609,7 +610,8 @@ def draw_kernel(
     exchange. The lowest index wins a tie, as in ``torch.argmax``; a NaN wins over everything.
 
     Args:
-        scores: address of ``[rows, vocabulary]``, contiguous, of type ``SCORE``; ``noise``: float32, of that shape.
+        scores: address of ``[rows, vocabulary]`` of type ``SCORE``, each row contiguous and ``stride`` elements behind
+            the one before; ``noise``: float32, of that shape, contiguous.
         out: address of int64 ``[rows]``.
         cells: address of int64 ``[rows]``, the smallest int64 each before and after; ``ticket``: int32, 0 likewise.
         SPAN: elements that a program reads at once; ROWS: a power of two, at least ``rows``.
@@ -619,9 +621,10 @@ def draw_kernel(
     row = tl.program_id(0)
     column = tl.program_id(1) * SPAN + tl.arange(0, SPAN)
     here = column < vocabulary
-    offset = row.to(tl.int64) * vocabulary + column
-    score = tl.load(scores.to(tl.pointer_type(SCORE)) + offset, mask=here, other=float("-inf")).to(tl.float32)
+    place = row.to(tl.int64) * stride + column
+    score = tl.load(scores.to(tl.pointer_type(SCORE)) + place, mask=here, other=float("-inf")).to(tl.float32)
     if NOISY:
+        offset = row.to(tl.int64) * vocabulary + column
         divisor = tl.load(noise.to(tl.pointer_type(tl.float32)) + offset, mask=here, other=1.0)
         score = tl.div_rn(score, divisor)
     # Order floats as integers: -0 equals 0, and a NaN of either sign comes last.

@@ -53,8 +53,9 @@ class Rank:
         cells = torch.full((rows,), -(1 << 63), dtype=torch.int64)
         ticket = torch.zeros(1, dtype=torch.int32)
         kernels.draw_kernel[(rows, -(-vocabulary // 16), 1)](
-            scores.data_ptr(), 0 if noise is None else noise.data_ptr(), out.data_ptr(), vocabulary, rows,
-            cells.data_ptr(), ticket.data_ptr(), Header.of("draw", describe((scores,)), rows * 8).word, *self._memory(),
+            scores.data_ptr(), 0 if noise is None else noise.data_ptr(), out.data_ptr(), scores.stride(0), vocabulary,
+            rows, cells.data_ptr(), ticket.data_ptr(), Header.of("draw", describe((scores,)), rows * 8).word,
+            *self._memory(),
             RANK=self.rank, WORLD=self.world, BLOCK=128, MODE=OVERWRITE, COUNT=True, DEPENDENT=False,
             SCORE=kernels.tl.float32, NOISY=noise is not None, SPAN=16, ROWS=1 << (rows - 1).bit_length(),
         )  # fmt: skip
@@ -266,6 +267,9 @@ def test_draws(world: int) -> None:
             for rank in ranks:
                 out = torch.full((rows,), -1)
                 mine = scores if rank.rank == 0 else torch.rand(rows, vocabulary)
+                if rank.rank == 0 and not noisy:  # rows of a block of drafts: something else lies between them
+                    mine = torch.stack((torch.full_like(scores, 9.0), scores), 1)[:, 1]
+                    assert rows == 1 or not mine.is_contiguous()
                 rank.draw(mine, noise, out)
                 assert torch.equal(out, right), (rank.rank, out, right)
 

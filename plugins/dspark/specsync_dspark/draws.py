@@ -51,7 +51,7 @@ def draft_chain(
     Syncing at the end of the block would be too late: every step's logits depend on the token before.
 
     Args:
-        base_logits_BGV: float; one forward of the draft model over the block.
+        base_logits_BGV: float32, bfloat16 or float16; one forward of the draft model over the block.
         anchor_B: int64; the last committed token of each request.
         markov: the Markov head.
         draw: step logits ``[B, V]`` to group rank 0's tokens, int64 ``[B]``.

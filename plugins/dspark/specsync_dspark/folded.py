@@ -49,9 +49,7 @@ class FoldedSampler:
         self._sync = sync
         self._markov = markov
         self._generator = generator
-        self._logits_GBV = torch.zeros(gamma, max_batch, vocab_size, dtype=dtype, device=device)
-        self.logits_BGV = self._logits_GBV.transpose(0, 1)
-        """Each step's slice is contiguous, as a fused draw needs it."""
+        self.logits_BGV = torch.zeros(max_batch, gamma, vocab_size, dtype=dtype, device=device)
         self.tokens_BG = torch.zeros(max_batch, gamma, dtype=torch.int64, device=device)
         self.anchor_B = torch.zeros(max_batch, dtype=torch.int64, device=device)
         if generator is not None:
@@ -96,7 +94,7 @@ class FoldedSampler:
     def _chain(self, batch: int) -> None:
         prev_B = self.anchor_B[:batch]
         for step in range(self.tokens_BG.shape[1]):
-            step_logits_BV = self._logits_GBV[step, :batch]
+            step_logits_BV = self.logits_BGV[:batch, step]
             step_logits_BV.add_(self._markov(prev_B))
             prev_B = self._sync.draw(self.site, self._scores(step_logits_BV, batch))
             self.tokens_BG[:batch, step].copy_(prev_B)

@@ -125,6 +125,10 @@ def _target() -> Sequence[BroadcastPoint]:
     return [point, replace(point, versions=">=0.5.22,<0.5.24", signature=(*known, "logprob_logits"))]
 
 
+_DRAFTING = ("self", "batch")
+"""Parameters of both functions that draft."""
+
+
 def _ngram() -> Sequence[BroadcastPoint]:
     """The drafts: on the device, where no host waits for another; on the host, where a grammar's mask comes from them.
 
@@ -132,10 +136,10 @@ def _ngram() -> Sequence[BroadcastPoint]:
     """
 
     def drafts_on_host(call: Call) -> str | None:
-        return "eagle-ngram-draft" if call.argument("batch", drafts.signature).has_grammar else None
+        return "eagle-ngram-draft" if call.argument("batch", _DRAFTING).has_grammar else None
 
     def tree_on_device(call: Call) -> str | None:
-        batch = call.argument("batch", tree.signature)
+        batch = call.argument("batch", _DRAFTING)
         # Not a prefill, nor an idle batch: nothing was drafted there.
         return "eagle-ngram-tree" if batch.forward_mode.is_target_verify() and not batch.has_grammar else None
 
@@ -146,7 +150,7 @@ def _ngram() -> Sequence[BroadcastPoint]:
         site_of=drafts_on_host,
         tensors_of=_host_tensors,
         versions=KNOWN,
-        signature=("self", "batch"),
+        signature=_DRAFTING,
         only_if_imported=True,
         proof="draft",
     )
@@ -180,7 +184,7 @@ def _host_tensors(call: Call) -> Sequence[Any]:
 
 def _tree(call: Call) -> Sequence[Any]:
     """The drafts, and what was derived from them but for the attention mask, in the registry's order."""
-    worker, batch = call.args
+    worker, batch = _worker_and_batch(call)
     tree = batch.spec_info
     links = tree.retrieve_index, tree.retrieve_next_token, tree.retrieve_next_sibling
     return tree.draft_token, worker.tree_mask_batch[len(batch.reqs)], tree.positions, *links
@@ -189,19 +193,25 @@ def _tree(call: Call) -> Sequence[Any]:
 def _spread_tree(call: Call) -> None:
     """Write the agreed tree into the attention mask, which the engine made on the host from this rank's own.
 
-    The mask has a row per node, each of the request's length and then the tree's row; on CPU it is the tree itself.
+    The mask has a row per node, each of the request's length and then the tree's row; on CPU it is the tree itself. All
+    is worked out on the device: a copy from the host could wait for the broadcast before it.
     """
     import torch
 
-    worker, batch = call.args
+    worker, batch = _worker_and_batch(call)
     mask, tree_M, nodes = batch.spec_info.custom_mask, worker.tree_mask_batch[len(batch.reqs)], worker.draft_token_num
     if mask.numel() == tree_M.numel():
         return
-    width_B = batch.seq_lens_cpu + nodes
-    begin_B = (width_B * nodes).cumsum(0) - width_B * nodes + batch.seq_lens_cpu
-    node = torch.arange(nodes)
+    width_B = batch.seq_lens.long() + nodes
+    area_B = width_B * nodes
+    begin_B = area_B.cumsum(0) - area_B + batch.seq_lens
+    node = torch.arange(nodes, device=mask.device)
     index_BNN = begin_B[:, None, None] + width_B[:, None, None] * node[:, None] + node
-    mask.index_copy_(0, index_BNN.view(-1).to(mask.device, non_blocking=True), tree_M)
+    mask.index_copy_(0, index_BNN.view(-1), tree_M)
+
+
+def _worker_and_batch(call: Call) -> tuple[Any, Any]:
+    return call.argument("self", _DRAFTING), call.argument("batch", _DRAFTING)
 
 
 def _wait_for_corpus(call: Call) -> None:

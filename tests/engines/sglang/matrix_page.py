@@ -55,9 +55,10 @@ GPUS = """\
 ## Two GPUs, CUDA graphs{size}
 
 From `{path}` ({machine}). Ratios of tokens per second to stock's, medians of alternating rounds. `stock once more` is a
-second engine that equals stock's: what differs there is noise. NGRAM's runs are from before its drafts agreed on the
-device (`eagle-ngram-tree`): its hosts still met in every step.
+second engine that equals stock's: what differs there is noise.{note}
 """
+NGRAM_ON_HOSTS = """ NGRAM's runs are from before its drafts agreed on the
+device (`eagle-ngram-tree`): its hosts still met in every step."""
 VARIANTS = {"specsync": "specsync", "control": "stock once more", "grouped": "specsync over PyNccl"}
 GPU_RESULTS = ROOT / "benchmarks" / "results"
 
@@ -132,9 +133,11 @@ def engine_table(path: str) -> Iterator[str]:
 
 
 def gpu_part(path: Path) -> Iterator[str]:
-    found = json.loads(path.read_text())
+    text = path.read_text()
+    found = json.loads(text)
+    note = NGRAM_ON_HOSTS if "ngram" in found["algorithms"] and "eagle-ngram-tree" not in text else ""
     size = f", {found['size']} models" if "size" in found else ""
-    yield GPUS.format(path=path.relative_to(ROOT), machine=found["machine"], size=size)
+    yield GPUS.format(path=path.relative_to(ROOT), machine=found["machine"], size=size, note=note)
     runs = {name: each["runs"] for name, each in found["algorithms"].items() if each.get("runs")}
     settings = sorted({(run["temperature"], run["batch"]) for each in runs.values() for run in each})
     yield row(["algorithm", *(f"T={temperature:g}, batch {batch}" for temperature, batch in settings), "tokens"])

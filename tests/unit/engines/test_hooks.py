@@ -93,19 +93,21 @@ def test_after_takes_the_result_and_before_the_arguments(engine):
     assert firings.counts == {POINT.target: 2}
 
 
-@pytest.mark.parametrize(("rank", "derived"), [(0, []), (1, ["synced"])])
-def test_what_was_derived_is_written_anew_behind_the_sync_on_every_rank_but_group_rank_0(engine, rank, derived):
+@pytest.mark.parametrize(("rank", "taps", "derived"), [(0, (), []), (1, (), ["synced"]), (0, ("faults",), ["synced"])])
+def test_what_was_derived_is_written_anew_behind_the_sync_on_every_rank_but_group_rank_0(engine, rank, taps, derived):
     sync, seen = NotingSync(SITE), []
     group = SimpleNamespace(rank_in_group=rank)
-    sync.groups = SimpleNamespace(tp=group, dp_attention=False)
+    sync.groups, sync.taps = SimpleNamespace(tp=group, dp_attention=False), taps
     point = replace(POINT, derive=lambda call: seen.append("synced" if sync.calls else "too early"))
     engine(*build_hooks([point], sync, Firings())).decide([[0, 5]])
     assert seen == derived
 
 
-@pytest.mark.parametrize("wrong", [{"when": "before"}, {"capture": "any-communicator"}])
-def test_nothing_is_derived_before_a_call_or_inside_a_capture(wrong):
-    with pytest.raises(PluginError, match=r"derive goes with when='after' and capture='never', not with"):
+@pytest.mark.parametrize(
+    "wrong", [{"when": "before"}, {"capture": "any-communicator"}, {"op": "min"}, {"rows": True}, {"wait_for": print}]
+)
+def test_where_nothing_would_be_derived_it_is_refused(wrong):
+    with pytest.raises(PluginError, match=rf"when='after' and capture='never', not with {next(iter(wrong))}"):
         replace(POINT, derive=lambda call: None, **wrong)
 
 

@@ -37,6 +37,7 @@ class LoneSync:
 
     def draw(self, slug: str, scores_BV: Tensor, noise_BV: Tensor | None = None) -> Tensor:
         assert find_draw_problem(scores_BV, noise_BV) is None
+        assert scores_BV.stride(1) == 1, "one launch takes rows that are contiguous"
         return self.sync(slug, draw_then(scores_BV, noise_BV))
 
     def point(self, slug: str):

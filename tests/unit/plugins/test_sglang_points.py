@@ -121,7 +121,7 @@ def ngram_step(tree_BNN, seq_lens, grammar=False, verify=True):
     )
     batch = SimpleNamespace(
         reqs=[None] * requests,
-        seq_lens_cpu=torch.tensor(seq_lens),
+        seq_lens=torch.tensor(seq_lens),
         has_grammar=grammar,
         forward_mode=SimpleNamespace(is_target_verify=lambda: verify),
         spec_info=tree,
