@@ -132,3 +132,17 @@ def test_with_specsync_the_engine_gives_the_right_text(name, record_property):
     assert "hooks proven on 2 ranks" in healed.log, healed
     record_property("setup", name)
     record_property("with specsync", "right text")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "policy"), [(DFLASH, "rng"), (NGRAM, "all,-eagle-ngram-tree")], ids=["dflash", "ngram"]
+)
+def test_a_decision_that_the_policy_leaves_alone_is_not_waited_for(arguments, policy):
+    """DFLASH greedy: of its verdicts `rng` leaves the sampled ones, which never come. NGRAM: without a grammar."""
+    if not is_built("0.5.17"):
+        pytest.skip("no environment of sglang 0.5.17: run `make test-engines`")
+    with TemporaryDirectory() as folder:
+        options = ["--tokens=24", "--temperature=0", "--rounds", "1:0"]
+        served = serve("0.5.17", arguments, options, {"SPECSYNC_SITES": policy}, Path(folder))
+    assert served.end == "finished", served
+    assert "hooks proven on 2 ranks" in served.log, served
