@@ -9,7 +9,7 @@ flaky site happened to be equal, or of the larger sets that happened to be good,
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from specsync_core.bisect.chances import SequentialTest
@@ -145,15 +145,15 @@ class Knowledge:
 
     def is_suspect(self, sites: Sites, test: SequentialTest, error: float) -> bool:
         """Whether the set, or a part of it, was bad, and that is not known to be noise."""
-        return bool(self.suspects(sites, test, error))
+        return any(self._suspected(sites, test, error))  # each has sites, so it is true
 
     def suspects(self, sites: Sites, test: SequentialTest, error: float) -> list[Sites]:
-        """Return the sets within this one that trials found bad, the smallest first: clear counts make them small.
+        """Return the sets within this one that trials found bad, the smallest first: clear counts make them small."""
+        return sorted(self._suspected(sites, test, error), key=lambda each: (len(each), sorted(each)))
 
-        No sites at all are never suspected: what is bad with all on, however often, no site is to blame for.
-        """
-        within = [each for each in self._blamed if each and each <= sites and not self.is_noise(each, test, error)]
-        return sorted(within, key=lambda each: (len(each), sorted(each)))
+    def _suspected(self, sites: Sites, test: SequentialTest, error: float) -> Iterator[Sites]:
+        """No sites at all are never among them: what is bad with all on, however often, no site is to blame for."""
+        return (each for each in self._blamed if each and each <= sites and not self.is_noise(each, test, error))
 
     def is_clear(self, sites: Sites, test: SequentialTest, error: float) -> bool:
         """Whether the set does not matter."""

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from specsync_core.cli.output import JsonOption, UsageError, print_json, print_table, write_file
+from specsync_core.cli.output import JsonOption, UsageError, print_json, print_table, writing
 
 
 def bench(
@@ -52,12 +52,11 @@ def bench(
         print_table(*report.table(result))
         print(f"{result['machine']}, torch {result['torch']}, {result['date']}", file=sys.stderr)
     if out is not None:
-        write_file("--out", out, json.dumps(result, indent=2) + "\n")
+        with writing("--out", out):
+            out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     if plot is not None:
-        try:
+        with writing("--plot", plot):
             report.plot(result, plot)
-        except OSError as error:
-            raise UsageError(f"--plot: {plot} cannot be written: {error.strerror or error}.") from error
 
 
 def _check_files(out: Path | None, plot: Path | None) -> None:

@@ -8,9 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
-from specsync_core.cli.output import JsonOption, UsageError, print_json, write_file
+from specsync_core.cli.output import JsonOption, UsageError, print_json, writing
 from specsync_core.cli.plan import detect_platform
-from specsync_core.engines.known import ENGINES, known_engine, points_of
 from specsync_core.errors import did_you_mean
 
 
@@ -33,6 +32,8 @@ def doctor(
     Exit code 0: nothing was found; 1: a finding; 2: misuse, e.g. a directory without recordings.
     """
     if (directory is None) == (engine is None):
+        from specsync_core.engines.known import ENGINES
+
         raise UsageError(
             "give either a directory of recordings, such as SPECSYNC_DUMP_DIR of the run, or --engine NAME, with"
             f" {' or '.join(ENGINES)}."
@@ -61,7 +62,8 @@ def _diagnose(directory: Path, html: Path | None, as_json: bool) -> None:
         )
     if html is not None:
         page = render_page([Report(str(run.path), run.diagnosis, run.evidence) for run in runs])
-        write_file("--html", html, page)
+        with writing("--html", html):
+            html.write_text(page, encoding="utf-8")
     if as_json:
         found = [{"path": str(run.path), **run.diagnosis.to_dict()} for run in runs]
         print_json(found[0] if len(found) == 1 else found)
@@ -77,6 +79,8 @@ def _diagnose(directory: Path, html: Path | None, as_json: bool) -> None:
 
 
 def _examine_engine(name: str, as_json: bool) -> None:
+    from specsync_core.engines.known import ENGINES
+
     if name not in ENGINES:
         raise UsageError(
             f"--engine: unknown engine '{name}'{did_you_mean(name, ENGINES)}. Known: {', '.join(ENGINES)}."
@@ -98,6 +102,7 @@ def _examine_engine(name: str, as_json: bool) -> None:
 
 def examine_engine(name: str) -> dict[str, Any]:
     """Import every target of an installed engine, compare its parameters, and see that the engine loads the plugin."""
+    from specsync_core.engines.known import known_engine, points_of
     from specsync_core.engines.targets import check_target, targets_of
     from specsync_core.errors import EngineError
     from specsync_core.manager import plugin_manager

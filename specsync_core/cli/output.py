@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from shutil import get_terminal_size
 from textwrap import wrap
@@ -30,10 +31,11 @@ def print_json(value: Any) -> None:
     print(json.dumps(value, indent=2))
 
 
-def write_file(option: str, path: Path, text: str) -> None:
-    """Write a file that an option names. Raises UsageError, with the option, the path and the reason."""
+@contextmanager
+def writing(option: str, path: Path) -> Iterator[None]:
+    """Write a file that an option names, inside. Raises UsageError, with the option, the path and the reason."""
     try:
-        path.write_text(text, encoding="utf-8")
+        yield
     except OSError as error:
         raise UsageError(f"{option}: {path} cannot be written: {error.strerror or error}.") from error
 

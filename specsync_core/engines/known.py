@@ -50,10 +50,11 @@ class KnownEngine:
         if value is None or (self.empty_allows_all and not value):
             return None
         names = value.split(",")
-        if PLUGIN in ([name.strip() for name in names] if self.strips_blanks else names):
+        stripped = [name.strip() for name in names]
+        if PLUGIN in (stripped if self.strips_blanks else names):
             return None
-        blank = f" ({self.name} takes blanks as part of a name)" if PLUGIN in map(str.strip, names) else ""
-        wanted = ",".join([*filter(None, (name.strip() for name in names if name.strip() != PLUGIN)), PLUGIN])
+        blank = f" ({self.name} takes blanks as part of a name)" if PLUGIN in stripped else ""
+        wanted = ",".join([*(name for name in stripped if name not in ("", PLUGIN)), PLUGIN])
         return (
             f"{self.allowlist}={value!r} leaves specsync out{blank}, and the engine runs without it: set"
             f" {self.allowlist}={wanted}"

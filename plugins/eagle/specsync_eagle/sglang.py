@@ -134,20 +134,11 @@ def _ngram() -> Sequence[BroadcastPoint]:
 
     Every rank asks the same of the batch, which is replicated.
     """
-
-    def drafts_on_host(call: Call) -> str | None:
-        return "eagle-ngram-draft" if call.argument("batch", _DRAFTING).has_grammar else None
-
-    def tree_on_device(call: Call) -> str | None:
-        batch = call.argument("batch", _DRAFTING)
-        # Not a prefill, nor an idle batch: nothing was drafted there.
-        return "eagle-ngram-tree" if batch.forward_mode.is_target_verify() and not batch.has_grammar else None
-
     drafts = BroadcastPoint(
         target=f"{SPECULATIVE}.ngram_worker.NGRAMWorker._prepare_draft_tokens",
         when="after",
         sites=("eagle-ngram-draft",),
-        site_of=drafts_on_host,
+        site_of=_drafts_on_host,
         tensors_of=_host_tensors,
         versions=KNOWN,
         signature=_DRAFTING,
@@ -158,7 +149,7 @@ def _ngram() -> Sequence[BroadcastPoint]:
         drafts,
         target=f"{SPECULATIVE}.ngram_worker.NGRAMWorker._prepare_for_speculative_decoding",
         sites=("eagle-ngram-tree",),
-        site_of=tree_on_device,
+        site_of=_tree_on_device,
         tensors_of=_tree,
         derive=_spread_tree,
     )
@@ -173,6 +164,16 @@ def _ngram() -> Sequence[BroadcastPoint]:
         wait_for=_wait_for_corpus,
     )
     return [drafts, tree, corpus]
+
+
+def _drafts_on_host(call: Call) -> str | None:
+    return "eagle-ngram-draft" if call.argument("batch", _DRAFTING).has_grammar else None
+
+
+def _tree_on_device(call: Call) -> str | None:
+    batch = call.argument("batch", _DRAFTING)
+    # Not a prefill, nor an idle batch: nothing was drafted there.
+    return "eagle-ngram-tree" if batch.forward_mode.is_target_verify() and not batch.has_grammar else None
 
 
 def _host_tensors(call: Call) -> Sequence[Any]:

@@ -71,14 +71,17 @@ pytestmark = [
 
 
 def run(setup: Setup, *rounds: str, plugin: bool) -> Served:
-    """Serve rounds, each ``PROMPTS:FAULT``; without the plugin the ranks' collectives are traced."""
+    """Serve rounds, each ``PROMPTS:FAULT``; without the plugin the ranks' collectives are traced.
+
+    With the plugin every site is on, unless the setup says otherwise.
+    """
     if not is_built(setup.version):
         pytest.skip(f"no environment of sglang {setup.version}: run `make test-engines`")
     options = [f"--tokens={setup.tokens}", f"--temperature={setup.temperature}"]
     options += ["--spawn"] * (setup.spawn and plugin)
     with TemporaryDirectory() as folder:
         on = {"SPECSYNC_SITES": "all"} if plugin else {"SGLANG_PLUGINS": "specsync-test-shim", "SHIM_TRACE": folder}
-        environ = {**setup.environ, **on}
+        environ = {**on, **setup.environ}
         return serve(setup.version, setup.arguments, [*options, "--rounds", *rounds], environ, Path(folder))
 
 
@@ -139,10 +142,7 @@ def test_with_specsync_the_engine_gives_the_right_text(name, record_property):
 )
 def test_a_decision_that_the_policy_leaves_alone_is_not_waited_for(arguments, policy):
     """DFLASH greedy: of its verdicts `rng` leaves the sampled ones, which never come. NGRAM: without a grammar."""
-    if not is_built("0.5.17"):
-        pytest.skip("no environment of sglang 0.5.17: run `make test-engines`")
-    with TemporaryDirectory() as folder:
-        options = ["--tokens=24", "--temperature=0", "--rounds", "1:0"]
-        served = serve("0.5.17", arguments, options, {"SPECSYNC_SITES": policy}, Path(folder))
+    setup = Setup("0.5.17", arguments, tokens=24, environ={"SPECSYNC_SITES": policy})
+    served = run(setup, "1:0", plugin=True)
     assert served.end == "finished", served
     assert "hooks proven on 2 ranks" in served.log, served
