@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import statistics
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from specsync_core.bench.step import VOCABULARY, Draw, Step, Sync
-from specsync_core.bench.timing import Call, graph_us, host_us
+from specsync_core.bench.timing import Call, host_us, replays_us
 from specsync_core.groups import TorchGroup
 from specsync_core.payload import Packet, describe
 from specsync_core.transports.communicators import OwnCommunicator, has_own_bindings
@@ -21,6 +23,10 @@ from specsync_core.transports.one_shot import OneShotTransport
 BATCHES = (1, 16, 64, 2048)
 STEP_BATCHES = (1, 16, 64)
 HOST_BATCH = 16
+CALLS_PER_GRAPH = 50
+STEPS_PER_GRAPH = 20
+HEAD_START_CYCLES = 400_000
+"""What the devices do nothing for before a replay: 0.2 ms on an H200, in which the hosts launch the graph."""
 
 Rows = dict[str, dict[int, float]]
 """Microseconds by row's key and batch size."""
@@ -44,6 +50,7 @@ class _Bench:
         self.rows: Rows = {}
         self._group, self._device = group, device
         self._root = group.ranks[0]
+        self._dot = torch.zeros(1, device=device)
         self._one_shot = OneShotTransport(group)
         self._grouped = CoalescedTransport(group, group.process_group)
         self._direct = OwnCommunicator(group) if has_own_bindings() else None
@@ -51,16 +58,20 @@ class _Bench:
     def _meet(self) -> None:
         dist.barrier(group=self._group.cpu_group)
 
-    def _graph(self, key: str, batch: int, call: Call, repeats: int = 50, per: int = 1) -> None:
-        self.rows.setdefault(key, {})[batch] = graph_us(call, self._meet, repeats) / per
+    def _line_up(self) -> None:
+        """Let all devices go on together, and not before the hosts have launched what follows."""
+        torch.cuda._sleep(HEAD_START_CYCLES)  # type: ignore[no-untyped-call]
+        dist.all_reduce(self._dot, group=self._group.process_group)
 
-    def _host(self, key: str, batch: int, call: Call) -> None:
-        self.rows.setdefault(key, {})[batch] = host_us(call, self._meet)
+    def _replays(self, calls: Mapping[str, Call], repeats: int) -> dict[str, list[float]]:
+        """Microseconds by call and replay, each time the slowest rank's."""
+        own = replays_us(calls, self._meet, self._line_up, repeats)
+        samples = torch.tensor(list(own.values()), dtype=torch.float64)
+        dist.all_reduce(samples, dist.ReduceOp.MAX, group=self._group.cpu_group)
+        return dict(zip(own, samples.tolist(), strict=True))
 
-    def _both(self, key: str, batch: int, call: Call) -> None:
-        self._graph(key, batch, call)
-        if batch == HOST_BATCH:
-            self._host(f"host {key}", batch, call)
+    def _row(self, key: str, batch: int, us: float) -> None:
+        self.rows.setdefault(key, {})[batch] = us
 
     def _tensors(self, count: int, batch: int) -> tuple[Tensor, ...]:
         return tuple(torch.arange(batch, device=self._device) + self._group.rank_in_group for _ in range(count))
@@ -72,28 +83,33 @@ class _Bench:
     def calls(self, batch: int) -> None:
         """One tensor and three, in every way there is."""
         floor = torch.zeros(128, device=self._device)
-        self._both("floor", batch, lambda: floor.add_(1))
+        both: dict[str, Call] = {"floor": lambda: floor.add_(1)}
         for count in (1, 3):
             own = self._tensors(count, batch)
             packet = Packet("bench", describe(own), sum(tensor.nbytes for tensor in own))
-            self._both(f"pg {count}", batch, lambda own=own: self._broadcast(own))  # type: ignore[misc]
+            both[f"pg {count}"] = partial(self._broadcast, own)
             for name, transport in self._grouped_ways(count):
                 transport.prepare(packet, own)
-                self._both(f"{name} {count}", batch, lambda t=transport, p=packet, o=own: t.overwrite_(p, o))  # type: ignore[misc]
+                both[f"{name} {count}"] = partial(transport.overwrite_, packet, own)
             for name, counting in (("one-shot", False), ("one-shot counting", True)):
                 move, _ = self._one_shot.bind(packet, own, overwrite=True, count=counting)
-                self._both(f"{name} {count}", batch, lambda m=move, o=own: m(o))  # type: ignore[misc]
-        self._direct_one_by_one(batch)
-        self._ping_pong(batch)
-        self._signal(batch)
+                both[f"{name} {count}"] = partial(move, own)
+        both |= self._direct_one_by_one(batch)
+        there_and_back = self._ping_pong(batch)
+        replays = self._replays({**both, **there_and_back, **self._signal(batch)}, CALLS_PER_GRAPH)
+        for key, samples in replays.items():
+            self._row(key, batch, statistics.median(samples) / (2 if key in there_and_back else 1))
+        if batch == HOST_BATCH:
+            for key, call in both.items():
+                self._row(f"host {key}", batch, host_us(call, self._meet))
 
     def _grouped_ways(self, count: int) -> list[tuple[str, Any]]:
         ways: list[tuple[str, Any]] = [("grouped", self._grouped)] if count > 1 else []
         return ways + ([("nccl", DirectTransport(self._group, self._direct))] if self._direct else [])
 
-    def _direct_one_by_one(self, batch: int) -> None:
+    def _direct_one_by_one(self, batch: int) -> dict[str, Call]:
         if (direct := self._direct) is None:
-            return
+            return {}
         own = self._tensors(3, batch)
 
         def call() -> None:
@@ -101,12 +117,12 @@ class _Bench:
             for tensor in own:
                 direct.broadcast(tensor, stream)
 
-        self._both("nccl one by one 3", batch, call)
+        return {"nccl one by one 3": call}
 
-    def _ping_pong(self, batch: int) -> None:
-        """Rank 0 to all, then the last rank to all: the time of one way."""
+    def _ping_pong(self, batch: int) -> dict[str, Call]:
+        """Rank 0 to all, then the last rank to all: two ways."""
         if self._group.world_size != 2:
-            return
+            return {}
         (own,) = self._tensors(1, batch)
         last = self._group.ranks[-1]
 
@@ -114,7 +130,6 @@ class _Bench:
             dist.broadcast(own, self._root, group=self._group.process_group)
             dist.broadcast(own, last, group=self._group.process_group)
 
-        self._graph("pg ping-pong", batch, both_ways, per=2)
         back = OneShotTransport(self._group)
         channel = back.channel
         turned = replace(channel, rank=channel.world - 1 - channel.rank, inboxes=channel.inboxes[::-1])
@@ -122,14 +137,14 @@ class _Bench:
         for transport in (OneShotTransport(self._group), OneShotTransport(self._group, channel=turned)):
             packet = Packet("bench", describe((own,)), own.nbytes)
             moves.append(transport.bind(packet, (own,), overwrite=True, count=False)[0])
-        self._graph("one-shot ping-pong", batch, lambda: [move((own,)) for move in moves], per=2)
+        return {"pg ping-pong": both_ways, "one-shot ping-pong": lambda: [move((own,)) for move in moves]}
 
-    def _signal(self, batch: int) -> None:
+    def _signal(self, batch: int) -> dict[str, Call]:
         """torch's own symmetric memory: copy into the peer, then a signal."""
         import torch.distributed._symmetric_memory as symmetric
 
         if self._group.world_size != 2:
-            return
+            return {}
         inbox = symmetric.empty(batch, dtype=torch.int64, device=self._device)
         handle = symmetric.rendezvous(inbox, self._group.process_group.group_name)
         (own,) = self._tensors(1, batch)
@@ -145,21 +160,28 @@ class _Bench:
                 own.copy_(inbox)
                 handle.put_signal(dst_rank=0, channel=1)
 
-        self._graph("signal 1", batch, call, repeats=30)
+        return {"signal 1": call}
 
     def steps(self, batch: int) -> None:
-        """The DSpark-shaped step, synced in every way."""
-        step = Step(batch, self._device, seed=self._group.rank_in_group)
+        """The DSpark-shaped step, synced in every way. The ranks draw the same tokens, as they nearly always do."""
+        step = Step(batch, self._device, seed=0)
+        empty = torch.zeros(1, device=self._device)
         ways: dict[str, tuple[Sync, Draw | None]] = {
             "none": (lambda slug, tensors: None, None),
             "pg": (lambda slug, tensors: self._broadcast(tensors), None),
             "grouped": (_by_packet(self._grouped), None),
+            "floor": (lambda slug, tensors: empty.add_(1), None),
             "one-shot": (_counted(self._one_shot), None),
             "one-shot draw": (_counted(self._one_shot), self._drawer(batch, synced=True)),
             "fast draw": (lambda slug, tensors: None, self._drawer(batch, synced=False)),
         }
-        for key, (sync, draw) in ways.items():
-            self._graph(f"step {key}", batch, lambda s=sync, d=draw: step(s, d), repeats=5)  # type: ignore[misc]
+        calls = {key: partial(step, sync, draw) for key, (sync, draw) in ways.items()}
+        replays = self._replays(calls, STEPS_PER_GRAPH)
+        self._row("step none", batch, statistics.median(replays["none"]))
+        for key in ("pg", "grouped", "one-shot", "one-shot draw", "floor"):
+            self._row(f"cost {key}", batch, median_difference(replays[key], replays["none"]))
+        over = median_difference(replays["one-shot draw"], replays["fast draw"])
+        self._row("cost over fast draw", batch, over)
 
     def _drawer(self, batch: int, synced: bool) -> Draw:
         """The fused draw; without sync it is the same kernel in a group of one rank."""
@@ -176,6 +198,11 @@ class _Bench:
             return tokens_B
 
         return draw
+
+
+def median_difference(samples: Sequence[float], without: Sequence[float]) -> float:
+    """The median of what each sample took longer than the one taken right before or after it."""
+    return statistics.median(a - b for a, b in zip(samples, without, strict=True))
 
 
 def _by_packet(transport: Any) -> Sync:

@@ -30,6 +30,7 @@ TITLES: dict[str, tuple[str, str | None]] = {
     "cost pg": ("its sync cost: process group, one tensor at a time", "cost pg"),
     "cost grouped": ("its sync cost: grouped", "cost pg"),
     "cost one-shot": ("its sync cost: one-shot, counting", "cost pg"),
+    "cost floor": ("its cost, were each sync a kernel that does nothing", "cost pg"),
     "cost one-shot draw": ("its sync cost: one-shot with fused draws, counting", "cost pg"),
     "cost over fast draw": ("the same, against a step that draws by that kernel and does not sync", "cost pg"),
     "gloo 1": ("one broadcast, gloo", "gloo 1"),
@@ -42,21 +43,6 @@ TITLES: dict[str, tuple[str, str | None]] = {
 """By key: what is shown, and the row that it is compared with."""
 
 
-def with_costs(rows: Rows) -> dict[str, dict[int, float]]:
-    """Add what each way of syncing costs on top of the step without any sync."""
-    result = {key: dict(by_batch) for key, by_batch in rows.items()}
-    if "step none" in rows:
-        for key in ("pg", "grouped", "one-shot", "one-shot draw"):
-            result[f"cost {key}"] = {
-                batch: us - rows["step none"][batch] for batch, us in rows.get(f"step {key}", {}).items()
-            }
-    if "step fast draw" in rows:
-        result["cost over fast draw"] = {
-            batch: us - rows["step fast draw"][batch] for batch, us in rows["step one-shot draw"].items()
-        }
-    return result
-
-
 def slowest(ranks: Sequence[Rows]) -> dict[str, dict[int, float]]:
     """The slower rank's figure, row by row."""
     return {key: {batch: max(rank[key][batch] for rank in ranks) for batch in ranks[0][key]} for key in ranks[0]}
@@ -64,7 +50,7 @@ def slowest(ranks: Sequence[Rows]) -> dict[str, dict[int, float]]:
 
 def report(ranks: Sequence[Rows], where: str) -> dict[str, Any]:
     """Everything of one run, as JSON can hold it. ``where`` is ``graph`` or ``host``: what rows without a word mean."""
-    rows = with_costs(slowest(ranks))
+    rows = slowest(ranks)
     shown: list[dict[str, Any]] = []
     for key, by_batch in rows.items():
         base = key.removeprefix("host ")

@@ -1,10 +1,10 @@
-"""Time a call in a replayed graph, and on the host."""
+"""Time calls in replayed graphs, and on the host."""
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -17,8 +17,35 @@ REPLAYS = 20
 WARM_UP = 3
 
 
-def graph_us(call: Call, meet: Meet, repeats: int = 50) -> float:
-    """Microseconds of one call: the median over replays of a captured graph that holds ``repeats`` of them."""
+def replays_us(calls: Mapping[str, Call], meet: Meet, line_up: Call, repeats: int) -> dict[str, list[float]]:
+    """Microseconds of each call, replay by replay, in graphs that hold ``repeats`` of it.
+
+    The calls take turns, so that what changes on the machine meanwhile changes them alike.
+
+    Args:
+        meet: brings the ranks' hosts together.
+        line_up: enqueues what lets every rank's device begin the replay at the same moment.
+
+    Returns:
+        By call: `REPLAYS` samples of this rank, the i-th ones taken one right after the other.
+    """
+    graphs = {key: _capture(call, meet, repeats) for key, call in calls.items()}
+    samples: dict[str, list[float]] = {key: [] for key in calls}
+    for _ in range(WARM_UP + REPLAYS):
+        for key, graph in graphs.items():
+            torch.cuda.synchronize()
+            meet()
+            start, end = _event(), _event()
+            line_up()
+            start.record()
+            graph.replay()
+            end.record()
+            torch.cuda.synchronize()
+            samples[key].append(float(start.elapsed_time(end)) * 1e3 / repeats)
+    return {key: taken[WARM_UP:] for key, taken in samples.items()}
+
+
+def _capture(call: Call, meet: Meet, repeats: int) -> Any:
     for _ in range(WARM_UP):
         call()
     torch.cuda.synchronize()
@@ -27,17 +54,7 @@ def graph_us(call: Call, meet: Meet, repeats: int = 50) -> float:
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         for _ in range(repeats):
             call()
-    samples = []
-    for _ in range(WARM_UP + REPLAYS):
-        torch.cuda.synchronize()
-        meet()
-        start, end = _event(), _event()
-        start.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        samples.append(float(start.elapsed_time(end)) * 1e3 / repeats)
-    return statistics.median(samples[WARM_UP:])
+    return graph
 
 
 def _event() -> Any:

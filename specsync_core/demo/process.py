@@ -39,14 +39,18 @@ def main(world: World, rank: int, rendezvous: Path, folder: Path, litter: Sequen
         litter: directories that the parent removes when it ends, and a rank when the parent was killed.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_exit_with_parent, args=(litter,), daemon=True).start()
+    parting = threading.Thread(target=_exit_with_parent, args=(litter,), daemon=True)
+    parting.start()
     _write_to(log_path(folder, rank))
     code = 0
     try:
         _do_jobs(world, rank, rendezvous, folder, pipe)
     except BaseException:
         code = 1
-        pipe.send(("failed", traceback.format_exc()))
+        try:
+            pipe.send(("failed", traceback.format_exc()))
+        except OSError:  # nobody listens: the parent was killed, and the thread tidies up before this process ends
+            parting.join()
     finally:
         pipe.close()
         sys.stderr.flush()

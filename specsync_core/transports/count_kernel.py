@@ -10,7 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from specsync_core.transports.one_shot_kernel import _differing, _i64, _load8, _locate, _note_first, _store8
+from specsync_core.transports.kernel_lanes import add_differing, count_differing, load8, locate, note_first, store8
+from specsync_core.transports.one_shot_words import i64
 
 
 @triton.jit
@@ -35,23 +36,21 @@ def count_kernel(
         lanes: words of 8 bytes in all; each tensor begins with a new one.
         stats, record: int64 words, see `one_shot_protocol`; of the record only the step is read.
     """
-    calls = tl.load(_i64(stats))
+    calls = tl.load(i64(stats))
     if COMPARE:
         differing = tl.zeros([], dtype=tl.int64)
         for tile in range(0, lanes, BLOCK):
             lane = tile + tl.arange(0, BLOCK)
             active = lane < lanes
-            address, left, width = _locate(lane, addresses, sizes, widths)
-            other, _, _ = _locate(lane, others, sizes, widths)
-            own = _load8(address, left, active, UNIT)
-            theirs = _load8(other, left, active, UNIT)
+            address, left, width = locate(lane, addresses, sizes, widths)
+            other, _, _ = locate(lane, others, sizes, widths)
+            own = load8(address, left, active, UNIT)
+            theirs = load8(other, left, active, UNIT)
             if OVERWRITE:
-                _store8(address, left, theirs, active, UNIT)
-            total = tl.sum(tl.where(active, _differing(own ^ theirs, width, UNIT), 0))
+                store8(address, left, theirs, active, UNIT)
+            total = tl.sum(tl.where(active, count_differing(own ^ theirs, width, UNIT), 0))
             if total != 0:
                 differing += total
-                _note_first(stats, record, lane, active & (own != theirs), own, theirs, BLOCK)
-        if differing != 0:
-            tl.store(_i64(stats) + 1, tl.load(_i64(stats) + 1) + differing)
-            tl.store(_i64(stats) + 2, tl.load(_i64(stats) + 2) + 1)
-    tl.store(_i64(stats), calls + 1)
+                note_first(stats, record, calls + 1, lane, active & (own != theirs), own, theirs, BLOCK)
+        add_differing(stats, differing)
+    tl.store(i64(stats), calls + 1)

@@ -122,4 +122,4 @@ def compile_count(
         "lanes": "i32", "stats": "i64", "record": "i64", **dict.fromkeys(constants, "constexpr"),
     }  # fmt: skip
     source = ASTSource(count_kernel, signature, constants)
-    return compile_source(source, WARPS[block], False, target), tuple(constants.values())
+    return compile_source(source, WARPS[block], target), tuple(constants.values())

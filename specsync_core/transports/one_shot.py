@@ -65,7 +65,6 @@ class OneShotTransport:
         self.device_index = self._device.index or 0
         self._stream_of = stream_reader()
         self.wait_ns = int(wait_s * 1e9)
-        self.dependent = torch.cuda.get_device_capability(self._device) >= (9, 0)
         self._record: Any = memoryview(self.channel.record.numpy())  # type: ignore[arg-type]
 
     def stream(self) -> int:
@@ -146,9 +145,9 @@ class OneShotTransport:
         from specsync_core.transports.one_shot_launch import Variant, block_for, launcher
 
         widths = tuple(tensor.element_size() for tensor in tensors)
-        lines = min(lanes, protocol.SLOT_LANES) + (self._rank == 0)  # rank 0 stores the header among them
-        block = block_for(lines)
-        variant = Variant(widths, self._rank, self._world, block, mode, count, self.dependent)
+        lines = lanes + (self._rank == 0)  # rank 0 stores the header among them
+        block = block_for(min(lines, protocol.SLOT_LANES))
+        variant = Variant(widths, self._rank, self._world, block, mode, count, lines <= block)
         return launcher(variant, self.device_index)
 
     def _mover(self, packet: Packet, tensors: Sequence[Tensor], mode: int, count: bool) -> Move:

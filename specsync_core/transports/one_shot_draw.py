@@ -82,7 +82,7 @@ def make_draw(
     cells = torch.full((max(rows, 1),), SMALLEST, dtype=torch.int64, device=device)
     ticket = torch.zeros(1, dtype=torch.int32, device=device)
     launch = _launcher(
-        channel.rank, channel.world, count, transport.dependent, str(scores_BV.dtype), noisy, span,
+        channel.rank, channel.world, count, str(scores_BV.dtype), noisy, span,
         1 << max(rows - 1, 0).bit_length(), (rows, -(-vocabulary // span), 1), transport.device_index,
     )  # fmt: skip
     fixed = (
@@ -100,12 +100,12 @@ def make_draw(
 
 @cache
 def _launcher(
-    rank: int, world: int, count: bool, dependent: bool, dtype: str, noisy: bool, span: int, rows: int,
+    rank: int, world: int, count: bool, dtype: str, noisy: bool, span: int, rows: int,
     grid: tuple[int, int, int], device_index: int,
 ) -> Callable[..., None]:  # fmt: skip
     from specsync_core.transports.one_shot_launch import bind_launch
 
-    compiled, constants = compile_draw(rank, world, count, dependent, dtype, noisy, span, rows)
+    compiled, constants = compile_draw(rank, world, count, dtype, noisy, span, rows)
     with torch.cuda.device(device_index):
         return bind_launch(compiled, grid, constants)
 
@@ -114,7 +114,6 @@ def compile_draw(
     rank: int,
     world: int,
     count: bool,
-    dependent: bool,
     dtype: str,
     noisy: bool,
     span: int,
@@ -125,11 +124,11 @@ def compile_draw(
     import triton.language as tl
     from triton.compiler import ASTSource
 
-    from specsync_core.transports import one_shot_kernel as kernels
+    from specsync_core.transports.one_shot_draw_kernel import draw_kernel
     from specsync_core.transports.one_shot_launch import compile_source
 
     constants = {
-        "RANK": rank, "WORLD": world, "BLOCK": 128, "MODE": 0, "COUNT": count, "DEPENDENT": dependent,
+        "RANK": rank, "WORLD": world, "BLOCK": 128, "MODE": 0, "COUNT": count,
         "SCORE": getattr(tl, dtype.removeprefix("torch.")), "NOISY": noisy, "SPAN": span, "ROWS": rows,
     }  # fmt: skip
     signature: dict[str, Any] = {
@@ -138,5 +137,5 @@ def compile_draw(
         **dict.fromkeys(("state", "stats", "record", "timeout_ns"), "i64"),
         **dict.fromkeys(constants, "constexpr"),
     }  # fmt: skip
-    source = ASTSource(kernels.draw_kernel, signature, constants)
-    return compile_source(source, 4, dependent, target), tuple(constants.values())
+    source = ASTSource(draw_kernel, signature, constants)
+    return compile_source(source, 4, target), tuple(constants.values())

@@ -35,8 +35,8 @@ class Variant:
     mode: int
     """`kernels.OVERWRITE`, `COMPARE_ONLY` or `FETCH`."""
     count: bool
-    dependent: bool = True
-    """Programmatic dependent launch: hides part of the launch behind the kernel before it. Compute capability 9.0."""
+    one_tile: bool
+    """All of a call's lines fit into one block."""
 
     @property
     def constants(self) -> dict[str, Any]:
@@ -48,7 +48,7 @@ class Variant:
             "UNIT": min(8, *self.widths),
             "MODE": self.mode,
             "COUNT": self.count,
-            "DEPENDENT": self.dependent,
+            "ONE_TILE": self.one_tile,
         }
 
     @property
@@ -79,13 +79,12 @@ def block_for(lines: int) -> int:
 def compile_variant(variant: Variant, target: Any = None) -> Any:
     """Compile without launching. ``target`` None is the current device; needs no device otherwise."""
     source = ASTSource(kernels.sync_kernel, variant.signature, variant.constants)
-    return compile_source(source, WARPS[variant.block], variant.dependent, target)
+    return compile_source(source, WARPS[variant.block], target)
 
 
-def compile_source(source: ASTSource, warps: int, dependent: bool, target: Any = None) -> Any:
+def compile_source(source: ASTSource, warps: int, target: Any = None) -> Any:
     # One stage: the software pipeliner must not move loads of a slot ahead of the wait for it.
-    options = {"num_warps": warps, "num_stages": 1, "launch_pdl": dependent}
-    return triton.compile(source, target=target, options=options)
+    return triton.compile(source, target=target, options={"num_warps": warps, "num_stages": 1})
 
 
 @cache

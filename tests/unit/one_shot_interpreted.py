@@ -10,6 +10,7 @@ import random
 import sys
 
 import torch
+import triton.language as tl
 
 from specsync_core.payload import describe
 from specsync_core.transports import one_shot_kernel as kernels
@@ -17,9 +18,11 @@ from specsync_core.transports import one_shot_protocol as protocol
 from specsync_core.transports.count_kernel import count_kernel
 from specsync_core.transports.one_shot import decode_lane
 from specsync_core.transports.one_shot_channel import Channel
+from specsync_core.transports.one_shot_draw_kernel import draw_kernel
 from specsync_core.transports.one_shot_protocol import Failure, Header, lanes_of
+from specsync_core.transports.one_shot_words import INTERPRETED
 
-assert kernels.INTERPRETED.value, "set TRITON_INTERPRET=1"
+assert INTERPRETED.value, "set TRITON_INTERPRET=1"
 OVERWRITE, COMPARE_ONLY, FETCH = 0, 1, 2
 
 
@@ -40,24 +43,25 @@ class Rank:
     def call(self, slug, tensors, mode=OVERWRITE, targets=None, block=128):
         nbytes = sum(tensor.nbytes for tensor in tensors)
         widths = tuple(tensor.element_size() for tensor in tensors)
+        lanes = sum(lanes_of(tensor.nbytes) for tensor in tensors)
         kernels.sync_kernel[(1,)](
             tuple(tensor.data_ptr() for tensor in tensors), tuple(tensor.data_ptr() for tensor in targets or tensors),
             tuple(tensor.nbytes for tensor in tensors), Header.of(slug, describe(tensors), nbytes).word,
-            sum(lanes_of(tensor.nbytes) for tensor in tensors), *self._memory(),
+            lanes, *self._memory(),
             widths=widths, RANK=self.rank, WORLD=self.world, BLOCK=block, UNIT=min(8, *widths), MODE=mode, COUNT=True,
-            DEPENDENT=False,
+            ONE_TILE=lanes + (self.rank == 0) <= block,
         )  # fmt: skip
 
     def draw(self, scores, noise, out):
         rows, vocabulary = scores.shape
         cells = torch.full((rows,), -(1 << 63), dtype=torch.int64)
         ticket = torch.zeros(1, dtype=torch.int32)
-        kernels.draw_kernel[(rows, -(-vocabulary // 16), 1)](
+        draw_kernel[(rows, -(-vocabulary // 16), 1)](
             scores.data_ptr(), 0 if noise is None else noise.data_ptr(), out.data_ptr(), scores.stride(0), vocabulary,
             rows, cells.data_ptr(), ticket.data_ptr(), Header.of("draw", describe((scores,)), rows * 8).word,
             *self._memory(),
-            RANK=self.rank, WORLD=self.world, BLOCK=128, MODE=OVERWRITE, COUNT=True, DEPENDENT=False,
-            SCORE=kernels.tl.float32, NOISY=noise is not None, SPAN=16, ROWS=1 << (rows - 1).bit_length(),
+            RANK=self.rank, WORLD=self.world, BLOCK=128, MODE=OVERWRITE, COUNT=True,
+            SCORE=tl.float32, NOISY=noise is not None, SPAN=16, ROWS=1 << (rows - 1).bit_length(),
         )  # fmt: skip
         assert cells.tolist() == [-(1 << 63)] * rows
         assert ticket.item() == 0

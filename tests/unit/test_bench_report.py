@@ -2,7 +2,8 @@
 
 import json
 
-from specsync_core.bench.report import TITLES, report, slowest, table, with_costs
+from specsync_core.bench.gpu import median_difference
+from specsync_core.bench.report import TITLES, report, slowest, table
 
 ROW = {1: 10.0, 16: 20.0}
 
@@ -11,17 +12,8 @@ def test_the_slower_rank_counts_row_by_row():
     assert slowest([{"pg 1": {1: 3.0, 16: 9.0}}, {"pg 1": {1: 5.0, 16: 8.0}}]) == {"pg 1": {1: 5.0, 16: 9.0}}
 
 
-def test_a_step_s_cost_is_what_a_sync_adds_to_the_step_without_one():
-    rows = {
-        "step none": {1: 100.0},
-        "step pg": {1: 155.0},
-        "step one-shot draw": {1: 90.0},
-        "step fast draw": {1: 80.0},
-    }
-    costs = with_costs(rows)
-    assert costs["cost pg"] == {1: 55.0}
-    assert costs["cost one-shot draw"] == {1: -10.0}
-    assert costs["cost over fast draw"] == {1: 10.0}
+def test_a_cost_is_the_median_of_what_each_sample_took_longer_than_its_neighbour():
+    assert median_difference([110.0, 160.0, 215.0], [100.0, 150.0, 200.0]) == 10.0
 
 
 def test_rows_are_compared_with_the_process_group_at_the_same_batch_and_clock():
