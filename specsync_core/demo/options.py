@@ -227,23 +227,28 @@ def _check_fault(fault: Fault, options: Options, algorithm: str) -> None:
 def default_fault(options: Options, registry: Registry, algorithm: str) -> str:
     """The skewed accepted length: one more on rank 1, at the accept site that this run goes through.
 
+    Inside a captured graph a fault cannot choose its step. Where a GPU accepts in one, rank 1's plan is cut short.
+
     Raises:
         DemoError: the algorithm declares no accept site; the person must name a fault.
     """
     sites = [
         site
         for site in registry.sites
-        if site.algorithm == algorithm and site.phase == "accept" and site.kind == "broadcast"
+        if site.algorithm == algorithm and site.kind == "broadcast"
         and "simulated" not in site.slug and "selector" not in site.slug
     ]  # fmt: skip
-    # Inside a captured graph a fault cannot choose its step.
-    in_graph = options.folded and options.device == "cpu"
-    wanted = "rng" if options.temperature > 0 else "float"
-    sites.sort(key=lambda site: (site.cause != wanted, site.graph != (in_graph and wanted == "float")))
-    if not sites:
+    accepts = [site for site in sites if site.phase == "accept"]
+    if not accepts:
         raise DemoError(f"--fault: {algorithm} declares no accept site to skew; name a fault at one of its sites.")
     step = min(FAULT_STEP, options.steps - 1)
-    return f"{sites[0].slug}:rank=1:step={step}{_length_tensor(sites[0])}:add=1"
+    wanted = "rng" if options.temperature > 0 else "float"
+    in_graph = options.folded and wanted == "float"
+    plan = next((site for site in sites if site.phase == "plan"), None)
+    if plan and in_graph and options.device == "cuda" and any(site.graph for site in accepts):
+        return f"{plan.slug}:rank=1:from={step}:set=1"
+    accepts.sort(key=lambda site: (site.cause != wanted, site.graph != in_graph))
+    return f"{accepts[0].slug}:rank=1:step={step}{_length_tensor(accepts[0])}:add=1"
 
 
 def _length_tensor(site: Site) -> str:

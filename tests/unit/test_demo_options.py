@@ -123,14 +123,16 @@ class TestFaults:
             ({}, "dspark-accept-greedy:rank=1:step=8:add=1"),
             ({"temperature": 1.0}, "dspark-accept-sample:rank=1:step=8:add=1"),
             ({"folded": True}, "dspark-accept-graph:rank=1:step=8:add=1"),
-            ({"folded": True, "device": "cuda"}, "dspark-accept-greedy:rank=1:step=8:add=1"),
+            ({"folded": True, "device": "cuda"}, "dspark-plan:rank=1:from=8:set=1"),
+            ({"folded": True, "device": "cuda", "temperature": 1.0}, "dspark-accept-sample:rank=1:step=8:add=1"),
+            ({"algorithm": "dflash", "folded": True, "device": "cuda"}, "dflash-accept-greedy:rank=1:step=8:add=1"),
             ({"algorithm": "dflash"}, "dflash-accept-greedy:rank=1:step=8:add=1"),
             ({"algorithm": "dflash", "temperature": 1.0}, "dflash-accept-sample:rank=1:step=8:add=1"),
             ({"algorithm": "eagle"}, "eagle-verify-greedy:rank=1:step=8:tensor=num_correct_drafts:add=1"),
             ({"steps": 3}, "dspark-accept-greedy:rank=1:step=2:add=1"),
         ],
     )
-    def test_the_default_skews_the_accepted_length(
+    def test_the_default_skews_what_the_run_goes_through(
         self, change: dict[str, object], fault: str, registry: Registry
     ) -> None:
         options = replace(GOOD, **change)  # type: ignore[arg-type]
