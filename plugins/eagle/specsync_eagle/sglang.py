@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, Literal
 
 from specsync_core import BroadcastPoint, Call, EngineFacts, no_tensors
@@ -195,20 +196,29 @@ def _spread_tree(call: Call) -> None:
     """Write the agreed tree into the attention mask, which the engine made on the host from this rank's own.
 
     The mask has a row per node, each of the request's length and then the tree's row; on CPU it is the tree itself. All
-    is worked out on the device: a copy from the host could wait for the broadcast before it.
+    is worked out on the device, in few launches: a copy from the host could wait for the broadcast before it, and the
+    verify waits for this host.
     """
-    import torch
-
     worker, batch = _worker_and_batch(call)
     mask, tree_M, nodes = batch.spec_info.custom_mask, worker.tree_mask_batch[len(batch.reqs)], worker.draft_token_num
     if mask.numel() == tree_M.numel():
         return
-    width_B = batch.seq_lens.long() + nodes
-    area_B = width_B * nodes
-    begin_B = area_B.cumsum(0) - area_B + batch.seq_lens
-    node = torch.arange(nodes, device=mask.device)
-    index_BNN = begin_B[:, None, None] + width_B[:, None, None] * node[:, None] + node
-    mask.index_copy_(0, index_BNN.view(-1), tree_M)
+    # Node i's place for node j: nodes * (the lengths before) + nodes^2 * b + (length + nodes) * i + length + j.
+    fixed_BM, per_length_M = _places(len(batch.reqs), nodes, mask.device)
+    length_B = batch.seq_lens.long()
+    place_BM = fixed_BM.add(length_B.cumsum(0)[:, None], alpha=nodes).addcmul_(length_B[:, None], per_length_M)
+    mask.index_copy_(0, place_BM.view(-1), tree_M)
+
+
+@lru_cache(maxsize=512)
+def _places(requests: int, nodes: int, device: Any) -> tuple[Any, Any]:
+    """What of the places in a mask does not depend on lengths, and what a request's length counts for."""
+    import torch
+
+    row_M = torch.arange(nodes, device=device).repeat_interleave(nodes)
+    column_M = torch.arange(nodes, device=device).repeat(nodes)
+    begin_B = torch.arange(requests, device=device) * nodes * nodes
+    return begin_B[:, None] + row_M * nodes + column_M, row_M + 1 - nodes
 
 
 def _worker_and_batch(call: Call) -> tuple[Any, Any]:
