@@ -31,7 +31,8 @@ def demo(
         str | None,
         typer.Option(
             help="Fault on purpose, e.g. 'dspark-accept-greedy:rank=1:step=8:add=1'; 'none' injects none."
-            " Default: the accepted length on rank 1 grows by one at step 8."
+            " Default: the accepted length on rank 1 grows by one at step 8; where a GPU accepts inside a graph"
+            " (--folded, DSpark, greedy), its plan is cut to one token from there on."
         ),
     ] = None,
     steps: Annotated[int, typer.Option(help="Decode steps of each run.")] = 32,

@@ -6,6 +6,7 @@ Rank r of the world runs on GPU r modulo the number of GPUs; groups are NCCL gro
 from __future__ import annotations
 
 import random
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -525,4 +526,27 @@ def peer_never_comes(group: TorchGroup, device: torch.device) -> Found:
         result = caught(lambda: [transport.overwrite_(packet, own) for _ in range(SLOTS + 1)])
     expect(found, group, result, ("TransportError", "group rank 0", "could not send chunk", "group rank 1 is"), 4)
     alive(device)
+    return found
+
+
+def host_halts_it(group: TorchGroup, device: torch.device) -> Found:
+    """A kernel that waits for a peer ends when its own host says so, long before its time is up; nothing is taken."""
+    found, rank = [], group.rank_in_group
+    for halted in (0, 1):
+        transport = OneShotTransport(group, wait_s=60)
+        own = (values("int64", (8,), rank, device),)
+        before = own[0].clone()
+        packet = packet_of("plan", own)
+        transport.prepare(packet, own)
+        if rank == halted:
+            calls = SLOTS + 1 if rank == 0 else 1  # group rank 0 waits when the ring is full
+            timer = threading.Timer(1, transport.halt)
+            timer.start()
+            result = caught(lambda t=transport, p=packet, o=own, n=calls: [t.overwrite_(p, o) for _ in range(n)])
+            timer.join()
+            expect(found, group, result, ("TransportError", "a rank of the group has ended or gave up"), 10)
+            if not torch.equal(own[0], before):
+                found.append(f"halted, group rank {rank} changed its tensor")
+        dist.barrier(group=group.cpu_group)
+        alive(device)
     return found

@@ -155,9 +155,10 @@ def gpu_part(path: Path) -> Iterator[str]:
 
 
 def same_tokens(runs: Sequence[dict[str, Any]], variant: str) -> str:
-    """Whether an engine gave stock's text at T=0, round by round."""
+    """Whether an engine gave stock's text at T=0, in every round that both of them ended."""
     greedy = [run["digests"] for run in runs if run["temperature"] == 0]
-    equal = [digests["stock"] == digests[variant] for digests in greedy if variant in digests]
+    ended = [zip(digests["stock"], digests[variant], strict=False) for digests in greedy if variant in digests]
+    equal = [stock == own for rounds in ended for stock, own in rounds]
     return (
         "not compared" if not equal else "equal to stock's at T=0" if all(equal) else "**differ** from stock's at T=0"
     )
