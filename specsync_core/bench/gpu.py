@@ -201,7 +201,7 @@ class _Bench:
 
 
 def median_difference(samples: Sequence[float], without: Sequence[float]) -> float:
-    """The median of what each sample took longer than the one taken right before or after it."""
+    """The median of what each sample took longer than the one of the same turn."""
     return statistics.median(a - b for a, b in zip(samples, without, strict=True))
 
 

@@ -27,7 +27,7 @@ def replays_us(calls: Mapping[str, Call], meet: Meet, line_up: Call, repeats: in
         line_up: enqueues what lets every rank's device begin the replay at the same moment.
 
     Returns:
-        By call: `REPLAYS` samples of this rank, the i-th ones taken one right after the other.
+        By call: `REPLAYS` samples of this rank; the i-th ones are of one turn.
     """
     graphs = {key: _capture(call, meet, repeats) for key, call in calls.items()}
     samples: dict[str, list[float]] = {key: [] for key in calls}

@@ -25,7 +25,7 @@ def bench(
 ) -> None:
     """Measure what a sync costs on this machine: in a graph, on the host, and in a DSpark-shaped step.
 
-    Microseconds, the slower rank's median; in brackets the ratio to doing the same through the process group.
+    Microseconds, the median of the slower rank's; in brackets the ratio to doing the same through the process group.
     """
     import torch
 

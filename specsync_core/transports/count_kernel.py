@@ -51,6 +51,6 @@ def count_kernel(
             total = tl.sum(tl.where(active, count_differing(own ^ theirs, width, UNIT), 0))
             if total != 0:
                 differing += total
-                note_first(stats, record, calls + 1, lane, active & (own != theirs), own, theirs, BLOCK)
+                note_first(stats, record, calls + 1, lane, active & (own != theirs), own, theirs)
         add_differing(stats, differing)
     tl.store(i64(stats), calls + 1)

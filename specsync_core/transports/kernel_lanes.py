@@ -91,7 +91,7 @@ def count_differing(bits, width, UNIT: tl.constexpr):
 
 
 @triton.jit
-def note_first(stats, record, call, lane, differs, own, theirs, BLOCK: tl.constexpr):
+def note_first(stats, record, call, lane, differs, own, theirs):
     """Keep the first element in which this rank differed, once."""
     if tl.load(i64(stats) + FIRST_LANE) == 0:
         first = tl.min(tl.where(differs, lane, 0x7FFFFFFF))

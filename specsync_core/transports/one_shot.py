@@ -162,7 +162,7 @@ class OneShotTransport:
         )  # fmt: skip
         fetched = tuple([tensor.data_ptr() for tensor in scratch])
 
-        def move(tensors: Sequence[Tensor]) -> None:
+        def move(tensors: Sequence[Tensor], _keep: object = prepared) -> None:
             if record[0]:
                 raise channel.error()
             staged = tensors

@@ -4,8 +4,8 @@ One program, one launch, any number of tensors; the protocol is described in `on
 where Triton is. Under Triton's interpreter the same code runs on host memory, one rank after the other.
 
 Between the kernels of a decode step nothing of this one is in the instruction cache, and fetching it costs more than
-running it. So a call that fits into one tile, has nothing to wait for and finds nothing different runs straight
-through the first instructions of the kernel; whatever is rare comes behind them.
+running it. So a call that fits into one tile, has nothing to wait for and finds nothing different is written as one
+straight run, with whatever is rare behind it (Triton 3.6 lays it out so for sm_90).
 
 Memory ordering, for the PTX model (sm_70 and newer):
 
@@ -19,8 +19,8 @@ Memory ordering, for the PTX model (sm_70 and newer):
    *only if it had to wait*: where the ack was already there, its later stores depend on the test by control and
    cannot be performed before the load, and a load that was performed before a store (here: the peer's, before its
    own ack) cannot observe it. Clearing a slot is a store before the same ack, so it cannot overwrite what comes next.
-3. *The count.* ``state`` is read at the start and written at the end by the same stream, with a barrier between;
-   kernels of one stream are ordered. Calls of one group on several streams are not supported, as in NCCL.
+3. *The count.* ``state`` is read at the start and written behind a barrier by the same stream; kernels of one stream
+   are ordered. Calls of one group on several streams are not supported, as in NCCL.
 4. *Failure.* Details, fence, code: whoever sees the code has the details.
 """
 
@@ -38,6 +38,7 @@ from specsync_core.transports.one_shot_words import (
     SLOTS,
     STOPPED,
     TIMED_OUT,
+    any_of,
     await_ack,
     await_line,
     fence,
@@ -50,6 +51,7 @@ from specsync_core.transports.one_shot_words import (
 LINE = tl.constexpr(protocol.LINE_BYTES)
 SLOT_LANES = tl.constexpr(protocol.SLOT_LANES)
 SLOT_BYTES = tl.constexpr(protocol.SLOT_BYTES)
+SLOT_BITS = tl.constexpr(protocol.SLOTS.bit_length() - 1)
 ACK_EVERY = tl.constexpr(protocol.ACK_EVERY)
 CLEAR_ROUNDS = tl.constexpr(protocol.CLEAR_ROUNDS)
 TAG_BIT = tl.constexpr(protocol.TAG_BIT - (1 << 32))
@@ -81,9 +83,10 @@ def _fail(kind, sequence, own, theirs, inboxes, record, RANK: tl.constexpr, WORL
 
 
 @triton.jit
-def _relay(code, inbox, record):
-    """Bring another rank's failure to this rank's host record, unless there is one already."""
-    if tl.load(i64(record)) == 0:
+def _relay(inbox, record):
+    """Bring the failure that an inbox tells of to this rank's host record, unless there is one already."""
+    code = load_word(inbox)
+    if not any_of(tl.load(i64(record)) != 0):
         order = fence(code.to(tl.int32))
         entry = inbox + DETAILS + DETAIL_BYTES * ((code >> 8) & 0xFF) + (order - code.to(tl.int32))
         tl.store(i64(record) + 1, load_word(entry + 8))
@@ -120,17 +123,27 @@ def _send_tile(word, inboxes, sequence, tile, count, WORLD: tl.constexpr, BLOCK:
 @triton.jit
 def _clears(sequence):
     """A slot is emptied now and then, so that no line keeps a tag long enough for the tag to come again."""
-    return ((sequence >> 5) & (CLEAR_ROUNDS - 1)) == CLEAR_ROUNDS - 1
+    return ((sequence >> SLOT_BITS) & (CLEAR_ROUNDS - 1)) == CLEAR_ROUNDS - 1
 
 
 @triton.jit
-def _clear_slot(slot, sequence, BLOCK: tl.constexpr):
+def _acks(sequence):
+    return (sequence & (ACK_EVERY - 1)) == ACK_EVERY - 1
+
+
+@triton.jit
+def _give_back(inboxes, slot, sequence, RANK: tl.constexpr, BLOCK: tl.constexpr):
+    """Let group rank 0 fill the slot again: clear it and acknowledge it, where that is due."""
     if _clears(sequence):
         for tile in range(0, SLOT_LANES + 1, BLOCK):
             line = tile + tl.arange(0, BLOCK)
             zero = tl.zeros_like(line).to(tl.int64)
             store_line(tl.where(line <= SLOT_LANES, slot + line.to(tl.int64) * LINE, 0), zero, zero)
-        tl.debug_barrier()
+    if _acks(sequence):
+        tl.debug_barrier()  # every thread's loads and stores come before one thread's ack
+        order = fence(sequence)
+        taken = (order + 1).to(tl.int64) & 0xFFFFFFFF
+        store_line(inboxes[0] + ACKS + LINE * RANK, taken, taken)
 
 
 @triton.jit
@@ -149,35 +162,33 @@ def _send(
     inbox = inboxes[0]
     # Everything that does not depend on anything is loaded first: a load from the L2 costs a tenth of the call.
     sequence = tl.load(i64(state)).to(tl.int32)
-    code = load_word(inbox)
+    late = load_word(inbox) != 0
     calls = tl.load(i64(stats))
     if ONE_TILE:
         word = _load_tile(addresses, sizes, widths, header, 0, 0, lanes, BLOCK, UNIT)
-    ready = code == 0
     for peer in tl.static_range(1, WORLD):
-        ready &= sequence - load_word(inbox + ACKS + LINE * peer).to(tl.int32) < SLOTS
-    tl.debug_barrier()  # every thread has the sequence before one thread may change it
-    quick = ready & ONE_TILE
+        late |= sequence - load_word(inbox + ACKS + LINE * peer).to(tl.int32) >= SLOTS
+    late = any_of(late)  # behind it every thread has the sequence, and one may change it
     if ONE_TILE:
-        if quick:
+        if not late:
             _send_tile(word, inboxes, sequence, 0, lanes, WORLD, BLOCK)
             _advance(state, sequence + 1, stats, calls)
-    if quick == 0:
+    if late | (not ONE_TILE):
         _send_slowly(
-            addresses, sizes, header, lanes, inboxes, state, stats, record, timeout_ns, sequence, code, calls,
+            addresses, sizes, header, lanes, inboxes, state, stats, record, timeout_ns, sequence, calls,
             widths, WORLD, BLOCK, UNIT,
         )  # fmt: skip
 
 
 @triton.jit
 def _send_slowly(
-    addresses, sizes, header, lanes, inboxes, state, stats, record, timeout_ns, sequence, code, calls,
+    addresses, sizes, header, lanes, inboxes, state, stats, record, timeout_ns, sequence, calls,
     widths: tl.constexpr, WORLD: tl.constexpr, BLOCK: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     """Group rank 0's side of a call that has several tiles, waits for a peer, or comes after a failure."""
     inbox = inboxes[0]
-    if code != 0:
-        _relay(code, inbox, record)
+    if any_of(load_word(inbox) != 0):
+        _relay(inbox, record)
     else:
         # Not triton.next_power_of_2: SGLang puts a plain function in its place, which a kernel cannot call.
         peers: tl.constexpr = 2 if WORLD <= 2 else 4 if WORLD <= 4 else 8 if WORLD <= 8 else 64
@@ -201,7 +212,7 @@ def _send_slowly(
                         behind = tl.max(tl.where(ended == TIMED_OUT, peer, 0)).to(tl.int64)
                         _fail(worst + 1, now, header, behind, inboxes, record, 0, WORLD)
                     else:
-                        _relay(load_word(inbox), inbox, record)
+                        _relay(inbox, record)
         if worst == 0:
             _advance(state, sequence + chunks, stats, calls)
 
@@ -242,31 +253,20 @@ def _take_tile(
 @triton.jit
 def _settle_tile(
     header, inboxes, slot, now, stats, record, call, lane, arrived, own, theirs, ended, told,
-    RANK: tl.constexpr, WORLD: tl.constexpr, BLOCK: tl.constexpr, COUNT: tl.constexpr,
+    RANK: tl.constexpr, WORLD: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
     """See to a tile in which something differed or did not come."""
     if COUNT:
         if (told & 65535) != 0:
-            note_first(stats, record, call, lane, arrived & (own != theirs), own, theirs, BLOCK)
+            note_first(stats, record, call, lane, arrived & (own != theirs), own, theirs)
     if told >= 65536:
         worst = tl.max(ended)
         if worst == STOPPED:
-            _relay(load_word(inboxes[RANK]), inboxes[RANK], record)
+            _relay(inboxes[RANK], record)
         else:
             head = (load_word(slot) & 0xFFFFFFFF) | (load_word(slot + 8) << 32)
             head = tl.where(worst == DIFFERENT, head, 0)
             _fail(worst, now, header, head, inboxes, record, RANK, WORLD)
-
-
-@triton.jit
-def _give_back(inboxes, slot, now, RANK: tl.constexpr, BLOCK: tl.constexpr):
-    """Let group rank 0 fill the slot again: clear it and acknowledge it, where that is due."""
-    _clear_slot(slot, now, BLOCK)
-    if (now & (ACK_EVERY - 1)) == ACK_EVERY - 1:
-        tl.debug_barrier()  # every thread's loads come before one thread's ack
-        order = fence(now)
-        taken = (order + 1).to(tl.int64) & 0xFFFFFFFF
-        store_line(inboxes[0] + ACKS + LINE * RANK, taken, taken)
 
 
 @triton.jit
@@ -280,58 +280,70 @@ def _take(
     sequence = tl.load(i64(state)).to(tl.int32)
     code = load_word(inbox)
     calls = tl.load(i64(stats))
-    tl.debug_barrier()  # every thread has the sequence before one thread may change it
-    if code == 0:
-        if ONE_TILE:
-            slot = inbox + RING + (sequence & (SLOTS - 1)).to(tl.int64) * SLOT_BYTES
-            lane, arrived, own, theirs, ended, told = _take_tile(
-                addresses, targets, sizes, header, inbox, slot, sequence, 0, 0, lanes, timeout_ns,
-                widths, BLOCK, UNIT, MODE, COUNT,
-            )  # fmt: skip
-            # What is rare comes last: instructions that are fetched and not run cost as much as those that are.
+    broken = any_of(code != 0)  # behind it every thread has the sequence, and one may change it
+    if broken:
+        _relay(inbox, record)
+    elif ONE_TILE:
+        slot = inbox + RING + (sequence & (SLOTS - 1)).to(tl.int64) * SLOT_BYTES
+        lane, arrived, own, theirs, ended, told = _take_tile(
+            addresses, targets, sizes, header, inbox, slot, sequence, 0, 0, lanes, timeout_ns,
+            widths, BLOCK, UNIT, MODE, COUNT,
+        )  # fmt: skip
+        if told < 65536:
+            _advance(state, sequence + 1, stats, calls)
+        if (told != 0) | _acks(sequence) | _clears(sequence):
+            if told != 0:
+                _settle_tile(
+                    header, inboxes, slot, sequence, stats, record, calls + 1, lane, arrived, own, theirs, ended, told,
+                    RANK, WORLD, COUNT,
+                )  # fmt: skip
             if told < 65536:
-                _advance(state, sequence + 1, stats, calls)
-            if (told != 0) | ((sequence & (ACK_EVERY - 1)) == ACK_EVERY - 1) | _clears(sequence):
-                if told != 0:
-                    _settle_tile(
-                        header, inboxes, slot, sequence, stats, record, calls + 1, lane, arrived, own, theirs, ended,
-                        told, RANK, WORLD, BLOCK, COUNT,
-                    )  # fmt: skip
-                if told < 65536:
-                    if COUNT:
-                        add_differing(stats, told.to(tl.int64))
-                    _give_back(inboxes, slot, sequence, RANK, BLOCK)
-        else:
-            chunks = tl.maximum((lanes + SLOT_LANES - 1) // SLOT_LANES, 1)
-            differing = tl.zeros([], dtype=tl.int64)
-            failed = tl.zeros([], dtype=tl.int32)
-            for chunk in range(chunks):
-                if failed == 0:
-                    now = sequence + chunk
-                    begin = chunk * SLOT_LANES
-                    count = tl.minimum(lanes - begin, SLOT_LANES)
-                    slot = inbox + RING + (now & (SLOTS - 1)).to(tl.int64) * SLOT_BYTES
-                    for tile in range(0, tl.maximum(count, 1), BLOCK):  # an empty call waits for its header
-                        if failed == 0:
-                            lane, arrived, own, theirs, ended, told = _take_tile(
-                                addresses, targets, sizes, header, inbox, slot, now, begin, tile, count, timeout_ns,
-                                widths, BLOCK, UNIT, MODE, COUNT,
-                            )  # fmt: skip
-                            if told != 0:
-                                _settle_tile(
-                                    header, inboxes, slot, now, stats, record, calls + 1, lane, arrived, own, theirs,
-                                    ended, told, RANK, WORLD, BLOCK, COUNT,
-                                )  # fmt: skip
-                            differing += (told & 65535).to(tl.int64)
-                            failed |= told >> 16
-                    if failed == 0:
-                        _give_back(inboxes, slot, now, RANK, BLOCK)
-            if failed == 0:
-                _advance(state, sequence + chunks, stats, calls)
                 if COUNT:
-                    add_differing(stats, differing)
+                    add_differing(stats, told.to(tl.int64))
+                _give_back(inboxes, slot, sequence, RANK, BLOCK)
     else:
-        _relay(code, inbox, record)
+        _take_slowly(
+            addresses, targets, sizes, header, lanes, inboxes, state, stats, record, timeout_ns, sequence, calls,
+            widths, RANK, WORLD, BLOCK, UNIT, MODE, COUNT,
+        )  # fmt: skip
+
+
+@triton.jit
+def _take_slowly(
+    addresses, targets, sizes, header, lanes, inboxes, state, stats, record, timeout_ns, sequence, calls,
+    widths: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr, BLOCK: tl.constexpr, UNIT: tl.constexpr,
+    MODE: tl.constexpr, COUNT: tl.constexpr,
+):  # fmt: skip
+    """A peer's side of a call that has several tiles."""
+    inbox = inboxes[RANK]
+    chunks = tl.maximum((lanes + SLOT_LANES - 1) // SLOT_LANES, 1)
+    differing = tl.zeros([], dtype=tl.int64)
+    failed = tl.zeros([], dtype=tl.int32)
+    for chunk in range(chunks):
+        if failed == 0:
+            now = sequence + chunk
+            begin = chunk * SLOT_LANES
+            count = tl.minimum(lanes - begin, SLOT_LANES)
+            slot = inbox + RING + (now & (SLOTS - 1)).to(tl.int64) * SLOT_BYTES
+            for tile in range(0, tl.maximum(count, 1), BLOCK):  # an empty call waits for its header
+                if failed == 0:
+                    lane, arrived, own, theirs, ended, told = _take_tile(
+                        addresses, targets, sizes, header, inbox, slot, now, begin, tile, count, timeout_ns,
+                        widths, BLOCK, UNIT, MODE, COUNT,
+                    )  # fmt: skip
+                    if told != 0:
+                        _settle_tile(
+                            header, inboxes, slot, now, stats, record, calls + 1, lane, arrived, own, theirs, ended,
+                            told, RANK, WORLD, COUNT,
+                        )  # fmt: skip
+                    differing += (told & 65535).to(tl.int64)
+                    failed |= told >> 16
+            if failed == 0:
+                _give_back(inboxes, slot, now, RANK, BLOCK)
+    if failed == 0:
+        _advance(state, sequence + chunks, stats, calls)
+        if COUNT:
+            add_differing(stats, differing)
 
 
 @triton.jit
@@ -389,6 +401,7 @@ def sync_kernel(
         widths: element size of each tensor; ``UNIT`` is the smallest of them, at most 8.
         MODE: ``OVERWRITE`` in place, ``COMPARE_ONLY``, or ``FETCH`` into ``targets``.
         COUNT: compare with one's own values first, and count.
+        ONE_TILE: the call's lines, group rank 0's header among them, fit into ``BLOCK``.
     """
     exchange(
         addresses,

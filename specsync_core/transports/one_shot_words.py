@@ -16,9 +16,9 @@ from specsync_core.transports import one_shot_protocol as protocol
 
 INTERPRETED = tl.constexpr(knobs.runtime.interpret)
 SLOTS = tl.constexpr(protocol.SLOTS)
+assert protocol.SLOTS == 32  # `await_ack` has the number in its assembly
 
-# What a wait ends with.
-ARRIVED = tl.constexpr(0)
+# What a wait ends with; 0 is an arrival.
 DIFFERENT = tl.constexpr(1)
 TIMED_OUT = tl.constexpr(2)
 STOPPED = tl.constexpr(3)
@@ -69,6 +69,31 @@ def fence(order):
     return tl.inline_asm_elementwise(
         "fence.acq_rel.sys; mov.b32 $0, $1;", "=r,r", [order], dtype=tl.int32, is_pure=False, pack=1
     )
+
+
+@triton.jit
+def any_of(flag):
+    """Whether a flag is set in any thread of the block; a barrier.
+
+    Threads that load what another rank may store at that moment can differ, and a block must not part before a barrier.
+    """
+    if INTERPRETED:
+        return flag
+    else:
+        voted = tl.inline_asm_elementwise(
+            """{
+            .reg .pred own, any;
+            setp.ne.u32 own, $1, 0;
+            barrier.cta.red.or.pred any, 0, own;
+            selp.u32 $0, 1, 0, any;
+            }""",
+            "=r,r",
+            [flag.to(tl.int32)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+        return voted != 0
 
 
 @triton.jit

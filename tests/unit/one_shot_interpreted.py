@@ -40,7 +40,7 @@ class Rank:
     def _memory(self) -> tuple[object, ...]:
         return self.inboxes, self.state.data_ptr(), self.stats.data_ptr(), self.record.data_ptr(), 1000
 
-    def call(self, slug, tensors, mode=OVERWRITE, targets=None, block=128):
+    def call(self, slug, tensors, mode=OVERWRITE, targets=None, block=128, count=True):
         nbytes = sum(tensor.nbytes for tensor in tensors)
         widths = tuple(tensor.element_size() for tensor in tensors)
         lanes = sum(lanes_of(tensor.nbytes) for tensor in tensors)
@@ -48,7 +48,7 @@ class Rank:
             tuple(tensor.data_ptr() for tensor in tensors), tuple(tensor.data_ptr() for tensor in targets or tensors),
             tuple(tensor.nbytes for tensor in tensors), Header.of(slug, describe(tensors), nbytes).word,
             lanes, *self._memory(),
-            widths=widths, RANK=self.rank, WORLD=self.world, BLOCK=block, UNIT=min(8, *widths), MODE=mode, COUNT=True,
+            widths=widths, RANK=self.rank, WORLD=self.world, BLOCK=block, UNIT=min(8, *widths), MODE=mode, COUNT=count,
             ONE_TILE=lanes + (self.rank == 0) <= block,
         )  # fmt: skip
 
@@ -173,6 +173,31 @@ def test_the_counting_kernel_of_grouped(world: int) -> None:
     position, index, values = decode_lane(first - 1, mine, theirs, shapes)
     assert values == (before[position][index].item(), root[position][index].item())
     assert (int(stats[protocol.FIRST_CALL]), int(stats[protocol.FIRST_STEP])) == (1, 7)
+
+
+def test_a_chunk_of_several_tiles(world: int) -> None:
+    """In every mode, counting and not, among chunks of other sizes, and where the sequence wraps."""
+    lanes = (31, 32, 33, 100, protocol.SLOT_LANES + 5)
+    for start in (0, (1 << 31) - 2):
+        ranks, turn = group(world, start), 0
+        for mode in (OVERWRITE, COMPARE_ONLY, FETCH):
+            for count in (True, False):
+                for size in lanes:
+                    turn += 1
+                    for rank in ranks:
+                        own = (torch.arange(size) * (1 + rank.rank) + turn,)
+                        target, before = (torch.zeros(size, dtype=torch.int64),), own[0].clone()
+                        targets = target if mode == FETCH else None
+                        rank.call("tiles", own, mode, targets, 32 if size <= 100 else 2048, count)
+                        assert rank.failure is None
+                        agreed = torch.arange(size) + turn
+                        assert torch.equal(own[0], agreed if mode == OVERWRITE else before), (size, mode, rank.rank)
+                        assert mode != FETCH or not rank.rank or torch.equal(target[0], agreed), (size, rank.rank)
+        for rank in ranks:
+            chunks = 6 * (len(lanes) + 1)
+            assert (int(rank.state) - start) % (1 << 32) == chunks, (int(rank.state), start)
+            different = 3 * sum(size - 1 for size in lanes) if rank.rank else 0
+            assert rank.stats[:3].tolist() == [turn, different, 3 * len(lanes) if rank.rank else 0]
 
 
 def test_large_calls_take_several_chunks(world: int) -> None:

@@ -12,7 +12,7 @@ def test_the_slower_rank_counts_row_by_row():
     assert slowest([{"pg 1": {1: 3.0, 16: 9.0}}, {"pg 1": {1: 5.0, 16: 8.0}}]) == {"pg 1": {1: 5.0, 16: 9.0}}
 
 
-def test_a_cost_is_the_median_of_what_each_sample_took_longer_than_its_neighbour():
+def test_a_cost_is_the_median_of_what_each_sample_took_longer_in_its_turn():
     assert median_difference([110.0, 160.0, 215.0], [100.0, 150.0, 200.0]) == 10.0
 
 

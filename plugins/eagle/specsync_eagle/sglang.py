@@ -200,17 +200,19 @@ def _spread_tree(call: Call) -> None:
     verify waits for this host.
     """
     worker, batch = _worker_and_batch(call)
-    mask, tree_M, nodes = batch.spec_info.custom_mask, worker.tree_mask_batch[len(batch.reqs)], worker.draft_token_num
+    requests, nodes = len(batch.reqs), worker.draft_token_num
+    mask, tree_M = batch.spec_info.custom_mask, worker.tree_mask_batch[requests]
     if mask.numel() == tree_M.numel():
         return
     # Node i's place for node j: nodes * (the lengths before) + nodes^2 * b + (length + nodes) * i + length + j.
-    fixed_BM, per_length_M = _places(len(batch.reqs), nodes, mask.device)
+    fixed_BM, per_length_M = _places(1 << (requests - 1).bit_length(), nodes, mask.device)
     length_B = batch.seq_lens.long()
-    place_BM = fixed_BM.add(length_B.cumsum(0)[:, None], alpha=nodes).addcmul_(length_B[:, None], per_length_M)
+    place_BM = fixed_BM[:requests].add(length_B.cumsum(0)[:, None], alpha=nodes)
+    place_BM.addcmul_(length_B[:, None], per_length_M)
     mask.index_copy_(0, place_BM.view(-1), tree_M)
 
 
-@lru_cache(maxsize=512)
+@lru_cache(maxsize=16)
 def _places(requests: int, nodes: int, device: Any) -> tuple[Any, Any]:
     """What of the places in a mask does not depend on lengths, and what a request's length counts for."""
     import torch
