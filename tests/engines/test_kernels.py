@@ -19,4 +19,4 @@ def test_the_kernels_under_the_interpreter(world):
     program = [str(python_of(VERSION)), "-m", "tests.unit.one_shot_interpreted", str(world)]
     run = subprocess.run(program, cwd=ROOT, env=environ, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stdout + run.stderr
-    assert run.stdout.count(f"with {world} ranks") == 10
+    assert run.stdout.count(f"with {world} ranks") == 11
