@@ -128,7 +128,7 @@ def compile_draw(
     from specsync_core.transports.one_shot_launch import compile_source
 
     constants = {
-        "RANK": rank, "WORLD": world, "BLOCK": 128, "MODE": 0, "COUNT": count,
+        "RANK": rank, "WORLD": world, "BLOCK": 128, "COUNT": count,
         "SCORE": getattr(tl, dtype.removeprefix("torch.")), "NOISY": noisy, "SPAN": span, "ROWS": rows,
     }  # fmt: skip
     signature: dict[str, Any] = {

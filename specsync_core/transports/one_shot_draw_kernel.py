@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from specsync_core.transports.one_shot_kernel import exchange
+from specsync_core.transports.one_shot_kernel import OVERWRITE, sync_kernel
 from specsync_core.transports.one_shot_words import i64
 
 
@@ -32,7 +32,6 @@ def draw_kernel(
     RANK: tl.constexpr,
     WORLD: tl.constexpr,
     BLOCK: tl.constexpr,
-    MODE: tl.constexpr,
     COUNT: tl.constexpr,
     SCORE: tl.constexpr,
     NOISY: tl.constexpr,
@@ -79,7 +78,7 @@ def draw_kernel(
         tl.store(ticket.to(tl.pointer_type(tl.int32)), 0)
         tl.debug_barrier()  # the exchange reads the tokens back
         if WORLD > 1:
-            exchange(
+            sync_kernel(
                 (out,),
                 (out,),
                 (rows * 8,),
@@ -95,7 +94,7 @@ def draw_kernel(
                 WORLD,
                 BLOCK,
                 8,
-                MODE,
+                OVERWRITE,
                 COUNT,
                 ROWS < BLOCK,
             )

@@ -97,6 +97,12 @@ def _relay(inbox, record):
 
 
 @triton.jit
+def _slot_of(sequence):
+    """Where a chunk's slot begins in an inbox."""
+    return RING + (sequence & (SLOTS - 1)).to(tl.int64) * SLOT_BYTES
+
+
+@triton.jit
 def _load_tile(
     addresses, sizes, widths: tl.constexpr, header, begin, tile, count, BLOCK: tl.constexpr, UNIT: tl.constexpr
 ):  # fmt: skip
@@ -111,7 +117,7 @@ def _load_tile(
 def _send_tile(word, inboxes, sequence, tile, count, WORLD: tl.constexpr, BLOCK: tl.constexpr):
     """Store a tile into every peer's slot."""
     line = tile + tl.arange(0, BLOCK)
-    slot = RING + (sequence & (SLOTS - 1)).to(tl.int64) * SLOT_BYTES
+    slot = _slot_of(sequence)
     tag = ((sequence | TAG_BIT).to(tl.int64)) << 32
     low = (word & 0xFFFFFFFF) | tag
     high = ((word >> 32) & 0xFFFFFFFF) | tag
@@ -284,7 +290,7 @@ def _take(
     if broken:
         _relay(inbox, record)
     elif ONE_TILE:
-        slot = inbox + RING + (sequence & (SLOTS - 1)).to(tl.int64) * SLOT_BYTES
+        slot = inbox + _slot_of(sequence)
         lane, arrived, own, theirs, ended, told = _take_tile(
             addresses, targets, sizes, header, inbox, slot, sequence, 0, 0, lanes, timeout_ns,
             widths, BLOCK, UNIT, MODE, COUNT,
@@ -324,7 +330,7 @@ def _take_slowly(
             now = sequence + chunk
             begin = chunk * SLOT_LANES
             count = tl.minimum(lanes - begin, SLOT_LANES)
-            slot = inbox + RING + (now & (SLOTS - 1)).to(tl.int64) * SLOT_BYTES
+            slot = inbox + _slot_of(now)
             for tile in range(0, tl.maximum(count, 1), BLOCK):  # an empty call waits for its header
                 if failed == 0:
                     lane, arrived, own, theirs, ended, told = _take_tile(
@@ -344,25 +350,6 @@ def _take_slowly(
         _advance(state, sequence + chunks, stats, calls)
         if COUNT:
             add_differing(stats, differing)
-
-
-@triton.jit
-def exchange(
-    addresses, targets, sizes, header, lanes, inboxes, state, stats, record, timeout_ns,
-    widths: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr, BLOCK: tl.constexpr, UNIT: tl.constexpr,
-    MODE: tl.constexpr, COUNT: tl.constexpr, ONE_TILE: tl.constexpr,
-):  # fmt: skip
-    """One call of the protocol, by one program: see `sync_kernel` for the arguments."""
-    if RANK == 0:
-        _send(
-            addresses, sizes, header, lanes, inboxes, state, stats, record, timeout_ns,
-            widths, WORLD, BLOCK, UNIT, ONE_TILE,
-        )  # fmt: skip
-    else:
-        _take(
-            addresses, targets, sizes, header, lanes, inboxes, state, stats, record, timeout_ns,
-            widths, RANK, WORLD, BLOCK, UNIT, MODE, COUNT, ONE_TILE,
-        )  # fmt: skip
 
 
 @triton.jit
@@ -386,7 +373,7 @@ def sync_kernel(
     COUNT: tl.constexpr,
     ONE_TILE: tl.constexpr,
 ):
-    """Bring group rank 0's tensors to every rank of the group. One program.
+    """Bring group rank 0's tensors to every rank of the group. One program: a launch, or the last of a draw's.
 
     Args:
         addresses: int64 each: this rank's tensors, contiguous.
@@ -403,23 +390,13 @@ def sync_kernel(
         COUNT: compare with one's own values first, and count.
         ONE_TILE: the call's lines, group rank 0's header among them, fit into ``BLOCK``.
     """
-    exchange(
-        addresses,
-        targets,
-        sizes,
-        header,
-        lanes,
-        inboxes,
-        state,
-        stats,
-        record,
-        timeout_ns,
-        widths,
-        RANK,
-        WORLD,
-        BLOCK,
-        UNIT,
-        MODE,
-        COUNT,
-        ONE_TILE,
-    )
+    if RANK == 0:
+        _send(
+            addresses, sizes, header, lanes, inboxes, state, stats, record, timeout_ns,
+            widths, WORLD, BLOCK, UNIT, ONE_TILE,
+        )  # fmt: skip
+    else:
+        _take(
+            addresses, targets, sizes, header, lanes, inboxes, state, stats, record, timeout_ns,
+            widths, RANK, WORLD, BLOCK, UNIT, MODE, COUNT, ONE_TILE,
+        )  # fmt: skip

@@ -60,7 +60,7 @@ class Rank:
             scores.data_ptr(), 0 if noise is None else noise.data_ptr(), out.data_ptr(), scores.stride(0), vocabulary,
             rows, cells.data_ptr(), ticket.data_ptr(), Header.of("draw", describe((scores,)), rows * 8).word,
             *self._memory(),
-            RANK=self.rank, WORLD=self.world, BLOCK=128, MODE=OVERWRITE, COUNT=True,
+            RANK=self.rank, WORLD=self.world, BLOCK=128, COUNT=True,
             SCORE=tl.float32, NOISY=noise is not None, SPAN=16, ROWS=1 << (rows - 1).bit_length(),
         )  # fmt: skip
         assert cells.tolist() == [-(1 << 63)] * rows

@@ -204,7 +204,8 @@ def _spread_tree(call: Call) -> None:
     mask, tree_M = batch.spec_info.custom_mask, worker.tree_mask_batch[requests]
     if mask.numel() == tree_M.numel():
         return
-    # Node i's place for node j: nodes * (the lengths before) + nodes^2 * b + (length + nodes) * i + length + j.
+    # Node i's place for node j: nodes * (the lengths before) + nodes^2 * b + (length + nodes) * i + length + j. Without
+    # lengths that is the places in order.
     fixed_BM, per_length_M = _places(1 << (requests - 1).bit_length(), nodes, mask.device)
     length_B = batch.seq_lens.long()
     place_BM = fixed_BM[:requests].add(length_B.cumsum(0)[:, None], alpha=nodes)
@@ -217,10 +218,8 @@ def _places(requests: int, nodes: int, device: Any) -> tuple[Any, Any]:
     """What of the places in a mask does not depend on lengths, and what a request's length counts for."""
     import torch
 
-    row_M = torch.arange(nodes, device=device).repeat_interleave(nodes)
-    column_M = torch.arange(nodes, device=device).repeat(nodes)
-    begin_B = torch.arange(requests, device=device) * nodes * nodes
-    return begin_B[:, None] + row_M * nodes + column_M, row_M + 1 - nodes
+    fixed_BM = torch.arange(requests * nodes * nodes, device=device).view(requests, nodes * nodes)
+    return fixed_BM, fixed_BM[0] // nodes + 1 - nodes
 
 
 def _worker_and_batch(call: Call) -> tuple[Any, Any]:
