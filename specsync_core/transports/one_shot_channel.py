@@ -32,6 +32,8 @@ class Channel:
     """int64 ``[1]`` on the device: the sequence."""
     record: Tensor
     """int64 ``[RECORD_WORDS]`` in pinned host memory: the first failure, and the engine's step."""
+    halting: torch.cuda.Stream | None = None
+    """The stream that a halt travels on. Made beforehand: the first stream of a process waits for a busy device."""
     keep: Any = None
     """What must live as long as the inbox."""
     known: dict[int, str] = field(default_factory=dict)
@@ -52,11 +54,8 @@ class Channel:
         if not self.record[protocol.RECORD_CODE]:
             self.record[protocol.RECORD_CODE] = code
         broken = self.inbox[protocol.BROKEN : protocol.LINE_BYTES].view(torch.int64)
-        if broken.is_cuda:
-            with torch.cuda.device(broken.device), torch.cuda.stream(torch.cuda.Stream(broken.device)):  # type: ignore[no-untyped-call]
-                broken.copy_(line, non_blocking=True)
-        else:
-            broken.copy_(line)
+        with torch.cuda.stream(self.halting):
+            broken.copy_(line, non_blocking=True)
 
     def error(self) -> SpecSyncError:
         """Return the exception for the failure that is on record."""
@@ -151,6 +150,7 @@ def open_channel(group: Group, device: torch.device) -> Channel:
         inboxes=tuple(base + offset for base in handle.buffer_ptrs),
         state=torch.zeros(1, dtype=torch.int64, device=device),
         record=torch.zeros(protocol.RECORD_WORDS, dtype=torch.int64).pin_memory(),
+        halting=torch.cuda.Stream(device, priority=-1),  # type: ignore[no-untyped-call] # few take these: a queue of its own
         keep=handle,
     )
     torch.cuda.synchronize(device)
