@@ -1,4 +1,4 @@
-"""The kernels of the transports under Triton's interpreter, with the Triton that an engine brings."""
+"""The kernels under Triton's interpreter, with the Triton that an engine brings."""
 
 import os
 import subprocess
@@ -7,16 +7,31 @@ import pytest
 
 from tests.engines.environment import ROOT
 from tests.engines.sglang.environment import VERSIONS, is_built, python_of
+from tests.unit.plugins.tree_masks import CASES
 
 VERSION = VERSIONS[0]
 
 
-@pytest.mark.skipif(not is_built(VERSION), reason=f"no environment of sglang {VERSION}: run `make test-engines`")
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("world", [2, 4])
-def test_the_kernels_under_the_interpreter(world):
-    environ = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
-    program = [str(python_of(VERSION)), "-m", "tests.unit.one_shot_interpreted", str(world)]
+pytestmark = [
+    pytest.mark.skipif(not is_built(VERSION), reason=f"no environment of sglang {VERSION}: run `make test-engines`"),
+    pytest.mark.timeout(600),
+]
+
+
+def interpret(module, *arguments):
+    """Run a program of the tests under the interpreter; return what it printed."""
+    paths = (ROOT, ROOT / "plugins" / "eagle")
+    environ = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(map(str, paths))}
+    program = [str(python_of(VERSION)), "-m", module, *arguments]
     run = subprocess.run(program, cwd=ROOT, env=environ, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stdout + run.stderr
-    assert run.stdout.count(f"with {world} ranks") == 11
+    return run.stdout
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_the_transports_kernels(world):
+    assert interpret("tests.unit.one_shot_interpreted", str(world)).count(f"with {world} ranks") == 11
+
+
+def test_the_kernel_that_spreads_trees_into_a_mask():
+    assert interpret("tests.unit.plugins.tree_masks").count("trees of") == 2 * len(CASES)

@@ -15,6 +15,7 @@ from specsync_dspark.epilogue import AcceptEpilogue
 from specsync_dspark.folded import FoldedSampler
 from specsync_dspark.speculator import DSparkSpeculator
 from specsync_eagle.tree import Tree, draft_tree
+from specsync_eagle.tree_mask import spread_tree_
 from specsync_eagle.verify import greedy_verdict, sampled_verdict
 from torch import Tensor
 
@@ -24,6 +25,7 @@ from specsync_core.replay import Replay
 from specsync_core.testing import run_ranks
 from tests.toy_models import ToyNetwork, ToyTarget, make_batch, make_context, table
 from tests.unit.plugins.support import LoneSync, assert_distributed
+from tests.unit.plugins.tree_masks import CASES, lengths, mask_of, trees
 
 B, G, V = 12, 3, 32
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
@@ -183,3 +185,19 @@ def test_captured_decisions_agree_between_ranks_and_part_without_sync():
             assert second[name] != value, name
         else:
             assert second[name] == value == first[name.replace("all", "off")], name
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+def test_trees_are_spread_into_a_mask_eagerly_and_in_a_graph(dtype: torch.dtype) -> None:
+    for requests, nodes in CASES:
+        length_B = lengths(requests, dtype)
+        one, other, third = (trees(requests, nodes, seed) for seed in range(3))
+        mask, tree_M, on_device_B = mask_of(one, length_B).cuda(), other.view(-1).cuda(), length_B.cuda()
+        spread_tree_(mask, tree_M, on_device_B, nodes)
+        assert torch.equal(mask.cpu(), mask_of(other, length_B)), (requests, nodes)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            spread_tree_(mask, tree_M, on_device_B, nodes)
+        tree_M.copy_(third.view(-1))
+        graph.replay()
+        assert torch.equal(mask.cpu(), mask_of(third, length_B)), (requests, nodes)

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any, Literal
 
-from specsync_core import BroadcastPoint, Call, EngineFacts, no_tensors
-from specsync_eagle import sglang_drafts
-from specsync_eagle.sglang_drafts import KNOWN, SPECULATIVE
+from specsync_core import BroadcastPoint, Call, EngineFacts
+from specsync_eagle import sglang_drafts, sglang_ngram
+from specsync_eagle.sglang_drafts import SPECULATIVE
 
 VERIFY = f"{SPECULATIVE}.eagle_utils.eagle_sample"
 """The verify of EAGLE, STANDALONE, multi-layer EAGLE, frozen-KV MTP and NGRAM, simulated acceptance included."""
@@ -55,7 +54,7 @@ def points(engine: EngineFacts) -> Sequence[BroadcastPoint]:
     if algorithm is None or algorithm in TREES:
         found += sglang_drafts.points()
     if algorithm in (None, "ngram"):
-        found += _ngram()
+        found += sglang_ngram.points()
     return found
 
 
@@ -124,113 +123,3 @@ def _target() -> Sequence[BroadcastPoint]:
         proof="target",
     )
     return [point, replace(point, versions=">=0.5.22,<0.5.24", signature=(*known, "logprob_logits"))]
-
-
-_DRAFTING = ("self", "batch")
-"""Parameters of both functions that draft."""
-
-
-def _ngram() -> Sequence[BroadcastPoint]:
-    """The drafts: on the device, where no host waits for another; on the host, where a grammar's mask comes from them.
-
-    Every rank asks the same of the batch, which is replicated.
-    """
-    drafts = BroadcastPoint(
-        target=f"{SPECULATIVE}.ngram_worker.NGRAMWorker._prepare_draft_tokens",
-        when="after",
-        sites=("eagle-ngram-draft",),
-        site_of=_drafts_on_host,
-        tensors_of=_host_tensors,
-        versions=KNOWN,
-        signature=_DRAFTING,
-        only_if_imported=True,
-        proof="draft",
-    )
-    tree = replace(
-        drafts,
-        target=f"{SPECULATIVE}.ngram_worker.NGRAMWorker._prepare_for_speculative_decoding",
-        sites=("eagle-ngram-tree",),
-        site_of=_tree_on_device,
-        tensors_of=_tree,
-        derive=_spread_tree,
-    )
-    corpus = BroadcastPoint(
-        target=f"{SPECULATIVE}.external_corpus_manager.ExternalCorpusManager.add",
-        when="after",
-        sites=("eagle-ngram-corpus",),
-        site_of=lambda _: "eagle-ngram-corpus",
-        tensors_of=no_tensors,
-        versions=KNOWN,
-        signature=("self", "recv_req"),
-        wait_for=_wait_for_corpus,
-    )
-    return [drafts, tree, corpus]
-
-
-def _drafts_on_host(call: Call) -> str | None:
-    return "eagle-ngram-draft" if call.argument("batch", _DRAFTING).has_grammar else None
-
-
-def _tree_on_device(call: Call) -> str | None:
-    batch = call.argument("batch", _DRAFTING)
-    # Not a prefill, nor an idle batch: nothing was drafted there.
-    return "eagle-ngram-tree" if batch.forward_mode.is_target_verify() and not batch.has_grammar else None
-
-
-def _host_tensors(call: Call) -> Sequence[Any]:
-    """The drafts and their tree mask: NumPy arrays, of which the tensors share the memory."""
-    import torch
-
-    return [torch.from_numpy(array).view(-1) for array in call.result]
-
-
-def _tree(call: Call) -> Sequence[Any]:
-    """The drafts, and what was derived from them but for the attention mask, in the registry's order."""
-    worker, batch = _worker_and_batch(call)
-    tree = batch.spec_info
-    links = tree.retrieve_index, tree.retrieve_next_token, tree.retrieve_next_sibling
-    return tree.draft_token, worker.tree_mask_batch[len(batch.reqs)], tree.positions, *links
-
-
-def _spread_tree(call: Call) -> None:
-    """Write the agreed tree into the attention mask, which the engine made on the host from this rank's own.
-
-    The mask has a row per node, each of the request's length and then the tree's row; on CPU it is the tree itself. All
-    is worked out on the device, in few launches: a copy from the host could wait for the broadcast before it, and the
-    verify waits for this host.
-    """
-    worker, batch = _worker_and_batch(call)
-    requests, nodes = len(batch.reqs), worker.draft_token_num
-    mask, tree_M = batch.spec_info.custom_mask, worker.tree_mask_batch[requests]
-    if mask.numel() == tree_M.numel():
-        return
-    # Node i's place for node j: nodes * (the lengths before) + nodes^2 * b + (length + nodes) * i + length + j. Without
-    # lengths that is the places in order.
-    fixed_BM, per_length_M = _places(1 << (requests - 1).bit_length(), nodes, mask.device)
-    length_B = batch.seq_lens.long()
-    place_BM = fixed_BM[:requests].add(length_B.cumsum(0)[:, None], alpha=nodes)
-    place_BM.addcmul_(length_B[:, None], per_length_M)
-    mask.index_copy_(0, place_BM.view(-1), tree_M)
-
-
-@lru_cache(maxsize=16)
-def _places(requests: int, nodes: int, device: Any) -> tuple[Any, Any]:
-    """What of the places in a mask does not depend on lengths, and what a request's length counts for."""
-    import torch
-
-    fixed_BM = torch.arange(requests * nodes * nodes, device=device).view(requests, nodes * nodes)
-    return fixed_BM, fixed_BM[0] // nodes + 1 - nodes
-
-
-def _worker_and_batch(call: Call) -> tuple[Any, Any]:
-    return call.argument("self", _DRAFTING), call.argument("batch", _DRAFTING)
-
-
-def _wait_for_corpus(call: Call) -> None:
-    """Wait for the loader's thread: the corpus takes part in drafting as soon as the thread ends, on each rank apart.
-
-    Every rank gets the request at the same point of its loop, so afterwards all draft with the corpus from there on.
-    """
-    pending = getattr(call.args[0], "_pending_load", None)
-    if pending is not None:
-        pending[1].join()

@@ -14,6 +14,7 @@ from specsync_core import Call, EngineFacts, Facts
 from specsync_core.engines.known import SGLANG, coverage
 from specsync_core.engines.versions import is_among
 from tests.unit.plugins.support import REGISTRY, LoneSync
+from tests.unit.plugins.tree_masks import mask_of
 
 PLUGINS = (specsync_dspark, specsync_dflash, specsync_eagle, specsync_eagle.rocm)
 FIXED = SGLANG.versions[3:]
@@ -107,13 +108,10 @@ DRAFTS = 3
 def ngram_step(tree_BNN, seq_lens, grammar=False, verify=True):
     """A call of the preparation on a device: the engine has made the attention mask from this rank's own tree."""
     requests = len(seq_lens)
-    rows = [
-        torch.cat((torch.ones(DRAFTS, n).bool(), own), 1).view(-1) for n, own in zip(seq_lens, tree_BNN, strict=True)
-    ]
     links_BN = torch.zeros(requests, DRAFTS, dtype=torch.int64)
     tree = SimpleNamespace(
         draft_token=torch.zeros(requests * DRAFTS, dtype=torch.int64),
-        custom_mask=torch.cat(rows),
+        custom_mask=mask_of(tree_BNN, torch.tensor(seq_lens)),
         positions=torch.zeros(requests * DRAFTS, dtype=torch.int64),
         retrieve_index=links_BN,
         retrieve_next_token=links_BN + 1,
