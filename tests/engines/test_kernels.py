@@ -8,6 +8,7 @@ import pytest
 from tests.engines.environment import ROOT
 from tests.engines.sglang.environment import VERSIONS, is_built, python_of
 from tests.unit.plugins.tree_masks import CASES
+from tests.unit.test_one_shot_kernel import CHECKS
 
 VERSION = VERSIONS[0]
 
@@ -30,7 +31,7 @@ def interpret(module, *arguments):
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_the_transports_kernels(world):
-    assert interpret("tests.unit.one_shot_interpreted", str(world)).count(f"with {world} ranks") == 11
+    assert interpret("tests.unit.one_shot_interpreted", str(world)).count(f"with {world} ranks") == CHECKS > 0
 
 
 def test_the_kernel_that_spreads_trees_into_a_mask():

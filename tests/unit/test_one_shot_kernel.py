@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+CHECKS = (ROOT / "tests/unit/one_shot_interpreted.py").read_text().count("\ndef test_")
+"""Of the program, for each number of ranks."""
 
 
 def obstacle() -> str | None:
@@ -30,4 +32,4 @@ def test_the_kernel_under_the_interpreter(world):
     program = [sys.executable, "-m", "tests.unit.one_shot_interpreted", str(world)]
     run = subprocess.run(program, cwd=ROOT, env=environ, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stdout + run.stderr
-    assert run.stdout.count(f"with {world} ranks") == 11
+    assert run.stdout.count(f"with {world} ranks") == CHECKS > 0
