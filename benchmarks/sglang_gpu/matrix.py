@@ -78,8 +78,10 @@ class Matrix:
             self._ask(engine, ROUND_S, **wanted)  # compiles, and fills what is empty
         seen = {name: self._stretches(engine) for name, engine in engines.items()}
         given: dict[str, list[dict[str, Any]]] = {name: [] for name in engines}
+        names = sorted(engines)
         for turn in range(rounds):
-            for name in sorted(engines, reverse=bool(turn % 2)):
+            first = turn % len(names)  # each has each place, so none runs behind itself more often than another
+            for name in names[first:] + names[:first]:
                 if (answer := self._ask(engines[name], ROUND_S, **wanted)) is not None:
                     given[name].append(answer)
         speeds = {name: [round(each["tokens_per_s"], 1) for each in answers] for name, answers in given.items()}
