@@ -54,7 +54,8 @@ class Channel:
         if not self.record[protocol.RECORD_CODE]:
             self.record[protocol.RECORD_CODE] = code
         broken = self.inbox[protocol.BROKEN : protocol.LINE_BYTES].view(torch.int64)
-        with torch.cuda.stream(self.halting):
+        # With the device: leaving the stream alone makes a context on device 0 for a thread that was on none.
+        with torch.cuda.device_of(self.inbox), torch.cuda.stream(self.halting):  # type: ignore[no-untyped-call]
             broken.copy_(line, non_blocking=True)
 
     def error(self) -> SpecSyncError:

@@ -532,6 +532,7 @@ def peer_never_comes(group: TorchGroup, device: torch.device) -> Found:
 def host_halts_it(group: TorchGroup, device: torch.device) -> Found:
     """A kernel that waits for a peer ends when its own host says so, long before its time is up; nothing is taken."""
     found, rank = [], group.rank_in_group
+    elsewhere = torch._C._cuda_hasPrimaryContext(0)
     for halted in (0, 1):
         transport = OneShotTransport(group, wait_s=60)
         own = (values("int64", (8,), rank, device),)
@@ -549,4 +550,7 @@ def host_halts_it(group: TorchGroup, device: torch.device) -> Found:
                 found.append(f"halted, group rank {rank} changed its tensor")
         dist.barrier(group=group.cpu_group)
         alive(device)
+    # The thread that halts was on no device yet: it must not make a context on the first, which is another rank's.
+    if rank and not elsewhere and torch._C._cuda_hasPrimaryContext(0):
+        found.append(f"group rank {rank} has made a context on device 0")
     return found

@@ -19,24 +19,25 @@ def spread_tree_(mask: Tensor, tree_M: Tensor, length_B: Tensor, nodes: int) -> 
     in a running engine (measured on two H200s: 170 to 220 us for those below).
 
     Args:
-        mask: bool ``[sum of N * (length + N)]``, contiguous; overwritten where the trees are, and nowhere else.
+        mask: bool ``[sum of N * (length + N)]``, contiguous, on the current device; overwritten where the trees are,
+            and nowhere else.
         tree_M: bool ``[M]``, contiguous: may node i see node j, request by request.
         length_B: int64 or int32 ``[B]``, contiguous: tokens before the trees.
         nodes: N.
 
-    Graph: capturable on CUDA once it was called with tensors of these types; elsewhere too, after a first call with
-        these sizes.
+    Graph: capturable on CUDA after `prepare` or a first call with lengths of this dtype and as many nodes; elsewhere
+        after a first call with these sizes.
     """
     requests = length_B.numel()
     if mask.is_cuda:
-        arguments = (mask, tree_M, length_B, nodes, 1 << (nodes * nodes - 1).bit_length())
-        _compiled(mask.device, length_B.dtype, arguments[3:])[(requests, 1, 1)](*arguments)
+        kernel = prepare(mask.device, length_B.dtype, nodes)
+        kernel[(requests, 1, 1)](mask, tree_M, length_B, nodes, _cells(nodes))
         return
     # Node i's place for node j: N * (the lengths before) + N^2 * b + (length + N) * i + length + j. Without lengths
     # that is the places in order.
     fixed_BM, per_length_M = _places(1 << (requests - 1).bit_length(), nodes, mask.device)
     place_BM = fixed_BM[:requests].add((length_B.cumsum(0) - length_B)[:, None], alpha=nodes)
-    place_BM.addcmul_(length_B.long()[:, None], per_length_M)
+    place_BM.addcmul_(length_B[:, None], per_length_M)
     mask.index_copy_(0, place_BM.view(-1), tree_M)
 
 
@@ -48,9 +49,20 @@ def _places(requests: int, nodes: int, device: torch.device) -> tuple[Tensor, Te
 
 
 @cache
-def _compiled(device: torch.device, lengths: torch.dtype, constants: tuple[int, ...]) -> Any:
-    """The kernel, compiled for one device: Triton's dispatcher would look at every argument of every call."""
+def prepare(device: torch.device, lengths: torch.dtype, nodes: int) -> Any:
+    """Compile and load the kernel for one CUDA device: Triton's dispatcher would look at every argument of every call.
+
+    Raises:
+        ImportError: Triton is not installed.
+    """
     from specsync_eagle.tree_mask_kernel import spread_kernel
 
     with torch.cuda.device(device):
-        return spread_kernel.warmup(torch.bool, torch.bool, lengths, *constants, grid=(1,))
+        kernel = spread_kernel.warmup(torch.bool, torch.bool, lengths, nodes, _cells(nodes), grid=(1,))
+        _ = kernel.run  # loads it, for the device that is current here
+    return kernel
+
+
+def _cells(nodes: int) -> int:
+    """A power of two, at least the cells of a tree's matrix."""
+    return 1 << (nodes * nodes - 1).bit_length()

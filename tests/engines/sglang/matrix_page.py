@@ -57,7 +57,7 @@ GPUS = """\
 From `{path}` ({machine}). Ratios of tokens per second to stock's, medians of alternating rounds. `stock once more` is a
 second engine that equals stock's: what differs there is noise.{note}
 """
-NGRAM_ON_HOSTS = """ NGRAM's runs are from before its drafts agreed on the
+NGRAM_ON_HOSTS = """ NGRAM's runs at {} are from before its drafts agreed on the
 device (`eagle-ngram-tree`): its hosts still met in every step."""
 VARIANTS = {"specsync": "specsync", "control": "stock once more", "grouped": "specsync over PyNccl"}
 GPU_RESULTS = ROOT / "benchmarks" / "results"
@@ -133,9 +133,10 @@ def engine_table(path: str) -> Iterator[str]:
 
 
 def gpu_part(path: Path) -> Iterator[str]:
-    text = path.read_text()
-    found = json.loads(text)
-    note = NGRAM_ON_HOSTS if "ngram" in found["algorithms"] and "eagle-ngram-tree" not in text else ""
+    found = json.loads(path.read_text())
+    ngram = found["algorithms"].get("ngram", {}).get("runs", [])
+    before = sorted({f"T={run['temperature']:g}" for run in ngram if "commit" not in run})  # later runs name theirs
+    note = NGRAM_ON_HOSTS.format(" and ".join(before)) if before else ""
     size = f", {found['size']} models" if "size" in found else ""
     yield GPUS.format(path=path.relative_to(ROOT), machine=found["machine"], size=size, note=note)
     runs = {name: each["runs"] for name, each in found["algorithms"].items() if each.get("runs")}

@@ -41,5 +41,19 @@ def check_under_the_interpreter() -> None:
             print(f"{requests} trees of {nodes} nodes", flush=True)
 
 
+def check_places_beyond_32_bits() -> None:
+    """A mask of 2.3 GB, of zeros alone: what is not touched takes no memory."""
+    from specsync_eagle.tree_mask_kernel import spread_kernel
+
+    requests, nodes, length = 3, 64, 12_000_000
+    mask = torch.zeros(requests * nodes * (length + nodes), dtype=torch.bool)
+    tree_BNN = trees(requests, nodes, seed=0)
+    length_B = torch.full((requests,), length, dtype=torch.int32)
+    spread_kernel[(requests,)](mask, tree_BNN.view(-1), length_B, nodes, nodes * nodes)
+    assert torch.equal(mask.view(requests, nodes, -1)[..., length:], tree_BNN)
+    print("trees of a mask of 2.3 GB", flush=True)
+
+
 if __name__ == "__main__":
     check_under_the_interpreter()
+    check_places_beyond_32_bits()
