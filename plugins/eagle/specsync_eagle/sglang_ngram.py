@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 from specsync_core import BroadcastPoint, Call, no_tensors
@@ -71,24 +72,18 @@ def _tree(call: Call) -> Sequence[Any]:
     """The drafts, and what was derived from them but for the attention mask, in the registry's order."""
     worker, batch = _worker_and_batch(call)
     tree = batch.spec_info
-    if worker.draft_token_num not in _prepared:
-        _prepare(worker.draft_token_num, batch)
+    _prepare(tree.custom_mask.device, batch.seq_lens.dtype, worker.draft_token_num)
     links = tree.retrieve_index, tree.retrieve_next_token, tree.retrieve_next_sibling
     return tree.draft_token, worker.tree_mask_batch[len(batch.reqs)], tree.positions, *links
 
 
-_prepared: set[int] = set()
-"""Numbers of nodes for which the kernel that `_spread_tree` needs is there."""
-
-
-def _prepare(nodes: int, batch: Any) -> None:
+@cache
+def _prepare(device: Any, lengths: Any, nodes: int) -> None:
     """On every rank, before one waits for another: only peers need the kernel, and it must not fail on them alone."""
     from specsync_eagle.tree_mask import prepare
 
-    mask = batch.spec_info.custom_mask
-    if mask.is_cuda:
-        prepare(mask.device, batch.seq_lens.dtype, nodes)
-    _prepared.add(nodes)
+    if device.type == "cuda":
+        prepare(device, lengths, nodes)
 
 
 def _spread_tree(call: Call) -> None:
