@@ -134,6 +134,7 @@ class Fleet:
             engine.signal(signal.SIGCONT if engine.name in names else signal.SIGSTOP)
         return [self.engines[name] for name in names]
 
-    def end(self) -> None:
-        for engine in self.engines.values():
-            engine.end()
+    def end(self, prefix: str = "") -> None:
+        """End the engines whose names begin so."""
+        for name in [name for name in self.engines if name.startswith(prefix)]:
+            self.engines.pop(name).end()

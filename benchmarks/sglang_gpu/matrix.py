@@ -4,9 +4,10 @@
 
 SITE is where `unpack.sh` put the bundle. For each algorithm two engines live at once and serve rounds in turn, so that
 both see the same machine. Two ratios, above 1 where specsync is faster: the median of the turns' ratios of tokens per
-second, and that of the medians of a step's time on rank 0, which a machine's hiccups move less. DSPARK
-then gets the fault that hangs stock SGLang: one draw more on rank 1. Every wait has an end, so a hang is a result, not
-the end of the matrix. OUT is a folder: ``matrix.json`` is written after each step, logs of the engines lie beside it.
+second, and that of the medians of a step's time on rank 0, which a machine's hiccups move less. Then the algorithms of
+``--faults`` get a rank 1 that goes astray (`FAULTS`), with and without specsync. Every wait has an end, so a hang is a
+result, not the end of the matrix. OUT is a folder: ``matrix.json`` is written after each step, logs of the engines lie
+beside it.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -26,8 +28,16 @@ STOCK, ALL = {"SGLANG_PLUGINS": "specsync-bench-shim"}, {"SPECSYNC_SITES": "all"
 VARIANTS = {"stock": STOCK, "specsync": ALL, "control": STOCK, "grouped": ALL | {"SPECSYNC_TRANSPORT": "grouped"}}
 """``control`` is stock once more: its ratio says how far two equal engines lie apart. ``grouped`` is specsync over the
 engine's own PyNccl."""
-FAULT_RUNS = {"clean": ("specsync", 0), "healed": ("specsync", 60), "stock": ("stock", 60)}
-"""Variant, and the step at which rank 1 draws once more (0: never)."""
+FAULTS = {"dspark": ("one draw more from rank 1's default generator", 1.0)}
+FAULTS |= {
+    "dflash": ("rank 1's logits skewed by 1.5 standard deviations from then on", 0.0),
+    "eagle": ("rank 1's logits, the draft model's too, skewed by 1.5 standard deviations from then on", 0.0),
+    "ngram": ("rank 1's drafts and their tree are others, and its logits skewed, from then on", 0.0),
+}
+"""By algorithm, what the shim does to rank 1 at `FAULT_STEP`, and the temperature of the runs."""
+FAULT_STEP = 60
+FAULT_RUNS = {"clean": ("specsync", 0), "healed": ("specsync", FAULT_STEP), "stock": ("stock", FAULT_STEP)}
+"""Variant, and the step of the fault (0: never)."""
 ROUND_S = 45.0
 HANG_S = 20.0
 """A round of the faulted runs takes one to two seconds."""
@@ -101,27 +111,38 @@ class Matrix:
         print({key: run[key] for key in ("batch", "temperature", "ratios", "step_ratios")}, step, flush=True)
         return run
 
-    def fault(self) -> dict[str, Any]:
-        """One extra draw on rank 1: what each variant makes of it, against specsync's own run without the fault."""
-        result = {name: self._faulted(self.fleet.engines[f"fault-{name}"]) for name in FAULT_RUNS}
-        digests = {name: found["digests"] for name, found in result.items()}
-        healed = None not in digests["clean"] and digests["clean"] == digests["healed"]
-        return result | {"tokens of the clean run": healed, "stock hung": result["stock"]["hung"]}
+    def fault(self, algorithm: str) -> dict[str, Any]:
+        """A rank 1 that goes astray: what each variant makes of it, against specsync's own run without the fault."""
+        what, temperature = FAULTS[algorithm]
+        wanted = {"batch": 8, "tokens": self.options.tokens, "temperature": temperature}
+        runs = {name: self._faulted(self.fleet.engines[f"fault-{algorithm}-{name}"], wanted) for name in FAULT_RUNS}
+        digests = {name: found["digests"] for name, found in runs.items()}
+        clean = digests["clean"] if None not in digests["clean"] else None
+        said = {"tokens of the clean run": clean is not None and digests["healed"] == clean}
+        said |= {"stock hung": runs["stock"]["hung"]}
+        said |= {"stock's tokens differ": clean is not None and wrong(digests["stock"], clean)}
+        print(algorithm, said, flush=True)
+        return {**wanted, "fault": f"at step {FAULT_STEP}, {what}", **said, **runs}
 
-    def _faulted(self, engine: Engine) -> dict[str, Any]:
+    def _faulted(self, engine: Engine, wanted: dict[str, Any]) -> dict[str, Any]:
         rounds: list[dict[str, Any] | None] = []
-        limit_s = 90.0  # the first round compiles
+        if engine.started:
+            self._ask(engine, 90.0, **{**wanted, "tokens": 8})  # compiles, and ends before the fault
         while engine.started and len(rounds) < 4 and None not in rounds:
-            rounds.append(self._ask(engine, limit_s, batch=8, tokens=self.options.tokens, temperature=1.0))
-            limit_s = HANG_S
+            rounds.append(self._ask(engine, HANG_S, **wanted))
         hung = None in rounds and engine.process.poll() is None
         if engine.started and not hung:
             self._ask(engine, HANG_S, batch=1, tokens=2, temperature=0.0)
         found = {"started": engine.started, "digests": [each and each["digest"] for each in rounds], "hung": hung}
         found |= {"ranks": engine.counters()}
-        found |= {"log": engine.log_end()} if hung or not engine.started else {}
+        found |= {"log": engine.log_end()} if None in rounds or not engine.started else {}
         print({key: found[key] for key in ("started", "digests", "hung")}, flush=True)
         return found
+
+
+def wrong(digests: list[str | None], clean: list[str]) -> bool:
+    """Whether a round that ended gave another text than the clean run's."""
+    return any(own not in (None, theirs) for own, theirs in zip(digests, clean, strict=False))
 
 
 def paired(found: list[float], stock: list[float]) -> float:
@@ -144,15 +165,15 @@ def temperatures_of(algorithm: str, given: list[str]) -> list[float]:
 
 def start(options: argparse.Namespace, algorithms: list[str]) -> Fleet:
     runs = {
-        f"{algorithm}-{variant}": (algorithm, {**environ, "SHIM_DRAW_STEP": "0"})
+        f"{algorithm}-{variant}": (algorithm, {**environ, "SHIM_FAULT_STEP": "0"})
         for algorithm in algorithms
         for variant, environ in variants_of(algorithm, options.variants).items()
     }
-    if options.fault:
-        runs |= {
-            f"fault-{name}": ("dspark", {**VARIANTS[variant], "SHIM_DRAW_STEP": str(step)})
-            for name, (variant, step) in FAULT_RUNS.items()
-        }
+    runs |= {
+        f"fault-{algorithm}-{name}": (algorithm, {**VARIANTS[variant], "SHIM_FAULT_STEP": str(step)})
+        for algorithm in split(options.faults, FAULTS)
+        for name, (variant, step) in FAULT_RUNS.items()
+    }
     shape = {"size": options.size, "layers": options.layers}
     return Fleet(
         [
@@ -173,14 +194,15 @@ def main() -> None:
     parser.add_argument("--temperatures", default=["0,1"], help="or by algorithm: dflash=1 ngram=0,1", nargs="+")
     parser.add_argument("--rounds", type=int, default=10, help="per setting of DSPARK; the others get half")
     parser.add_argument("--tokens", type=int, default=128)
-    parser.add_argument("--fault", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--faults", default="dspark", help="the algorithms that get one; empty: none")
     parser.add_argument("--start-s", type=float, default=240.0, help="time that all engines have to start")
     parser.add_argument("--limit-s", type=float, default=540.0, help="time that all of it may take")
     options = parser.parse_args()
     begin = time.monotonic()
-    algorithms = [name for name in options.algorithms.split(",") if name]
-    if unknown := set(algorithms) - set(ALGORITHMS):
-        parser.error(f"unknown algorithms {sorted(unknown)}; known: {', '.join(ALGORITHMS)}")
+    try:
+        algorithms, faults = split(options.algorithms, ALGORITHMS), split(options.faults, FAULTS)
+    except ValueError as error:
+        parser.error(str(error))
     options.output.mkdir(parents=True, exist_ok=True)
     results: dict[str, Any] = {
         "engine": "sglang 0.5.17",
@@ -188,6 +210,7 @@ def main() -> None:
         "size": options.size,
         "layers": options.layers,
         "algorithms": {},
+        "faults": {},
     }
     fleet = start(options, algorithms)
     try:
@@ -197,11 +220,24 @@ def main() -> None:
             print(f"== {algorithm}", flush=True)
             results["algorithms"][algorithm] = matrix.measure(algorithm)
             write(options.output, results)
-        if options.fault:  # last: a hung engine keeps the GPUs busy, also while its processes are stopped
-            results["fault"] = matrix.fault()
+        for algorithm in faults:  # last: a hung engine keeps the GPUs busy, also while its processes are stopped
+            results["faults"][algorithm] = matrix.fault(algorithm)
             write(options.output, results)
+            fleet.end(f"fault-{algorithm}-")
     finally:
         fleet.end()
+
+
+def split(names: str, known: Iterable[str]) -> list[str]:
+    """The names of a comma-separated list.
+
+    Raises:
+        ValueError: one of them is not known.
+    """
+    given = [name for name in names.split(",") if name]
+    if unknown := set(given) - set(known):
+        raise ValueError(f"unknown algorithms {sorted(unknown)}; known: {', '.join(known)}")
+    return given
 
 
 def write(folder: Path, results: dict[str, Any]) -> None:

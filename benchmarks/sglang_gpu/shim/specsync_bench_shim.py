@@ -1,7 +1,8 @@
-"""TEST ONLY. Wide dummy weights, one extra draw on a rank, and every rank's counters in a file.
+"""TEST ONLY. Wide dummy weights, a rank that goes astray, and every rank's counters in a file.
 
-``SHIM_WEIGHTS``: range of the dummy weights. ``SHIM_DRAW_STEP``: the step at which group rank 1 draws once more than
-its peer (0: never). ``SHIM_STATS``: a folder in which each rank leaves at each prefill how long its steps took, and
+``SHIM_WEIGHTS``: range of the dummy weights. ``SHIM_FAULT_STEP``: the step at which group rank 1 goes astray (0:
+never): with DSPARK it draws once more than its peer, else its logits are skewed from then on, and with NGRAM its drafts
+are others, too. ``SHIM_STATS``: a folder in which each rank leaves at each prefill how long its steps took, and
 what specsync counted.
 """
 
@@ -23,7 +24,14 @@ WORKERS = {
 }
 SHORTEST_STRETCH = 20
 """Requests of one round may arrive in two prefills; the few steps between them say nothing."""
+FEW_TOKENS = 1000
+"""All below it are in every vocabulary."""
+SKEW = 1.5
+"""Standard deviations of the logits."""
 _steps = 0
+_astray = False
+_noise: Any = None
+"""``[V]``: what rank 1 adds to its logits, in their standard deviations; captured graphs read it."""
 _host_ns: dict[str, list[int]] = {}
 _begun_ns: list[int] = []
 """When each step since the last prefill began."""
@@ -38,10 +46,15 @@ def register() -> None:
     HookRegistry.register(
         "sglang.srt.model_loader.weight_utils.initialize_dummy_weights", wide_weights, HookType.BEFORE
     )
-    worker = WORKERS[os.environ["SHIM_ALGORITHM"]]
+    algorithm = os.environ["SHIM_ALGORITHM"]
+    worker = WORKERS[algorithm]
     step = f"{worker}.forward_batch_generation"
-    if int(os.environ.get("SHIM_DRAW_STEP", "0")):
-        HookRegistry.register(step, draw_once_more, HookType.BEFORE)
+    if int(os.environ.get("SHIM_FAULT_STEP", "0")):
+        HookRegistry.register(step, draw_once_more if algorithm == "DSPARK" else go_astray, HookType.BEFORE)
+        if algorithm != "DSPARK":
+            HookRegistry.register("sglang.srt.layers.logits_processor.LogitsProcessor.forward", skew, HookType.AFTER)
+        if algorithm == "NGRAM":
+            HookRegistry.register(f"{worker}._prepare_draft_tokens", draft_otherwise, HookType.AFTER)
     if os.environ.get("SHIM_STATS"):
         time_points()
         HookRegistry.register(step, note_step, HookType.BEFORE)
@@ -83,15 +96,61 @@ def time_points() -> None:
     Point.__call__ = timed
 
 
-def draw_once_more(*args: Any, **kwargs: Any) -> None:
-    """One value more from the default generator, which moves every later draw of this rank, in graphs too."""
+def is_fault_step() -> bool:
+    """Whether group rank 1 begins the step of the fault; counts the steps."""
     global _steps
-    import torch
+    _steps += 1
+    return _steps == int(os.environ["SHIM_FAULT_STEP"]) and is_rank_1()
+
+
+def is_rank_1() -> bool:
     from sglang.srt.runtime_context import get_parallel
 
-    _steps += 1
-    if _steps == int(os.environ["SHIM_DRAW_STEP"]) and get_parallel().tp_group.rank_in_group == 1:
+    return bool(get_parallel().tp_group.rank_in_group == 1)
+
+
+def draw_once_more(*args: Any, **kwargs: Any) -> None:
+    """One value more from the default generator, which moves every later draw of this rank, in graphs too."""
+    import torch
+
+    if is_fault_step():
         torch.rand(1, device="cuda")
+
+
+def go_astray(*args: Any, **kwargs: Any) -> None:
+    global _astray
+    import torch
+
+    if is_fault_step():
+        _astray = True
+        _noise.copy_(SKEW * torch.randn(_noise.shape, generator=torch.Generator().manual_seed(99)))
+
+
+def skew(result: Any, *args: Any, **kwargs: Any) -> None:
+    """Change rank 1's logits, once they are gathered: what an inexact kernel does, before anything is decided."""
+    global _noise
+    import torch
+
+    logits = result.next_token_logits
+    if logits is None or not is_rank_1():
+        return
+    if _noise is None:
+        with torch.inference_mode(False):  # it is written outside a forward, too
+            _noise = torch.zeros(logits.shape[-1], dtype=torch.float32, device=logits.device)
+    logits.add_((_noise * logits.std()).to(logits.dtype))
+
+
+def draft_otherwise(result: Any, worker: Any, *args: Any, **kwargs: Any) -> None:
+    """Other tokens behind the root on rank 1, each of them a child of the root: another corpus would do that."""
+    import numpy
+
+    if _astray:
+        tokens, mask = result
+        nodes = worker.draft_token_num
+        tokens.reshape(-1, nodes)[:, 1:] = (tokens.reshape(-1, nodes)[:, 1:] + 1) % FEW_TOKENS
+        star = numpy.eye(nodes, dtype=bool)
+        star[:, 0] = True
+        mask.reshape(-1, nodes, nodes)[:] = star
 
 
 def note_step(*args: Any, **kwargs: Any) -> None:
