@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 Op = Literal["min", "max", "all", "any", "root"]
+OPS = get_args(Op)
 Proposal: TypeAlias = dict[str, Any]
 """What one rank brings: where it is (``at``), and its ``value`` or an ``error``."""
 
@@ -97,7 +98,9 @@ def _bring(cpu_group: dist.ProcessGroup, asks: Sequence[Ask]) -> tuple[list[Prop
     except BaseException as error:  # an interrupt: the peers must not wait for this rank
         store.fail(TransportError(f"{slugs}: {type(error).__name__} while it computed its value"))
         raise
-    proposals = [json.loads(text) for text in _gather(cpu_group, json.dumps(own), slugs)]
+    own_text = json.dumps(own)
+    texts = _gather(cpu_group, own_text, slugs)
+    proposals = [own if text == own_text else json.loads(text) for text in texts]  # equal as a rule
     places = ["; ".join(proposal["at"] for proposal in each) for each in proposals]
     if len(set(places)) > 1:
         where = "; ".join(f"group rank {rank} at {place}" for rank, place in enumerate(places))
@@ -119,7 +122,7 @@ def _propose(ask: Ask, rank: int, causes: list[Exception]) -> Proposal:
         return proposal
     try:
         proposal["value"] = _plain(ask.compute(), ask.op)
-        if len(json.dumps(proposal["value"])) > MAX_BYTES // 2:
+        if not _is_short(proposal["value"]) and len(json.dumps(proposal["value"])) > MAX_BYTES // 2:
             raise PayloadError(f"a value of more than {MAX_BYTES // 2} bytes is too long to agree on")
     except Exception as error:  # delivered to every rank, which then raise together
         proposal.pop("value", None)
@@ -128,10 +131,15 @@ def _propose(ask: Ask, rank: int, causes: list[Exception]) -> Proposal:
     return proposal
 
 
+def _is_short(value: Any) -> bool:
+    """Whether a value needs no look at its length, or at whether it can be written at all."""
+    return isinstance(value, (bool, float)) or (isinstance(value, int) and value.bit_length() <= 64)
+
+
 def _plain(value: Any, op: Op) -> Any:
     """Check a value against ``op`` and make it what JSON can hold."""
-    if op not in get_args(Op):
-        raise PayloadError(f"unknown op {op!r}; known: {', '.join(get_args(Op))}")
+    if op not in OPS:
+        raise PayloadError(f"unknown op {op!r}; known: {', '.join(OPS)}")
     if hasattr(value, "item") and not isinstance(value, (list, tuple)):
         value = value.item()  # a NumPy or torch scalar
     if isinstance(value, (list, tuple)):
@@ -168,7 +176,10 @@ def _gather(cpu_group: dist.ProcessGroup, text: str, slugs: str) -> list[str]:
     data = text.encode()
     what = f"agreement at {slugs}"
     first = f"{len(data):{LENGTH_DIGITS}}".encode() + data[: FRAME_BYTES - LENGTH_DIGITS]
-    frames = gather_bytes(cpu_group, first.ljust(FRAME_BYTES), what)
+    own = first.ljust(FRAME_BYTES)
+    frames = gather_bytes(cpu_group, own, what)
+    if len(data) <= FRAME_BYTES - LENGTH_DIGITS and all(frame == own for frame in frames):
+        return [text] * len(frames)
     lengths = [int(frame[:LENGTH_DIGITS]) for frame in frames]
     heads = [frame[LENGTH_DIGITS : LENGTH_DIGITS + length] for frame, length in zip(frames, lengths, strict=True)]
     longest = max(lengths) - (FRAME_BYTES - LENGTH_DIGITS)

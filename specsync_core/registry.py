@@ -187,6 +187,8 @@ class Registry:
         """
         if isinstance(key, Site):
             key = key.slug
+        if isinstance(key, str) and (found := self._by_key.get(key)) is not None:
+            return found
         word = str(key).strip().lower().replace("_", "-")
         if (found := self._by_key.get(word)) is not None:
             return found

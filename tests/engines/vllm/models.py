@@ -1,6 +1,7 @@
 """Tiny random models for a vLLM engine on CPU: targets, a draft model, and heads for EAGLE, EAGLE-3, MTP and DFlash.
 
-    python models.py FOLDER
+    python models.py FOLDER            what the tests serve
+    python models.py FOLDER wide       a target of 190 million parameters, whose steps take as long as its weights do
 
 Run by the engine's own Python. The heads of EAGLE, EAGLE-3 and MTP repeat the token that the target has just predicted,
 and the draft model is the target with noise on its weights, so that some of their drafts are accepted; DFlash's head is
@@ -26,6 +27,9 @@ NOISE = 0.001
 
 def main() -> None:
     folder = Path(sys.argv[1])
+    if "wide" in sys.argv[2:]:
+        make_llama(folder / "wide", layers=12, seed=0, hidden=1024, mlp=4096)
+        return
     make_llama(folder / "target", layers=2, seed=0)
     make_draft(folder / "draft", folder / "target")
     torch.manual_seed(7)
@@ -38,15 +42,15 @@ def main() -> None:
     make_llama(folder / "deep", layers=3, seed=3)  # the V2 runner hands EAGLE-3 what goes into layers 0, 1 and 2
 
 
-def make_llama(path: Path, layers: int, seed: int) -> None:
+def make_llama(path: Path, layers: int, seed: int, hidden: int = HIDDEN, mlp: int = MLP) -> None:
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
-        hidden_size=HIDDEN,
-        intermediate_size=MLP,
+        hidden_size=hidden,
+        intermediate_size=mlp,
         num_hidden_layers=layers,
-        num_attention_heads=HEADS,
-        num_key_value_heads=KV_HEADS,
+        num_attention_heads=hidden // HEAD,
+        num_key_value_heads=hidden // HEAD // (HEADS // KV_HEADS),
         head_dim=HEAD,
         max_position_embeddings=1024,
         bos_token_id=1,

@@ -29,6 +29,8 @@ _proposing_s: list[float] = []
 """What looking drafts up on the host took, call after call."""
 _fed: list[Any] = []
 """What the target's forwards were fed since the last `arm`: token ids and positions."""
+_begun: list[tuple[float, int]] = []
+"""When each of the target's forwards began, in seconds, and how many tokens it was fed."""
 
 
 def register() -> None:
@@ -128,7 +130,7 @@ def stats(worker: Any) -> dict[str, Any]:
     counted = {} if sync is None else {slug: found.as_dict() for slug, found in sync.stats().items() if found.calls}
     fired = {} if adapter is None else adapter.firings.counts
     imported = [name for name in sys.modules if name.partition(".")[0] == "vllm"]
-    return {"stats": counted, "fired": fired, "proposing_s": _proposing_s, "modules": imported}
+    return {"stats": counted, "fired": fired, "proposing_s": _proposing_s, "begun": _begun, "modules": imported}
 
 
 def in_victim() -> bool:
@@ -152,6 +154,7 @@ def strikes_once(kind: str) -> bool:
 
 
 def note(ids: Any, positions: Any) -> None:
+    _begun.append((time.perf_counter(), len(ids)))
     _fed.append([ids.tolist(), positions.tolist()])
 
 
