@@ -265,3 +265,16 @@ def test_an_interrupt_on_one_rank_ends_the_wait_of_the_others():
     assert (first, second) == ("interrupted", "TransportError")
     assert "group rank 0 gave up: toy-gate: KeyboardInterrupt while it computed its value" in message
     assert waited_s < 30
+
+
+def a_number_that_cannot_be_written(rank, world_size):
+    sync = consensus_sync()
+    return caught(sync.agree, "dspark-mem", 10**5000 if rank else 1, "min"), sync.agree("dspark-mem", rank, "max")
+
+
+def test_a_number_too_long_to_be_written_is_refused_on_every_rank():
+    """Python refuses to write more than 4300 digits: on rank 1 alone, while rank 0 already waits for its value."""
+    for (kind, text), usable in run_ranks(a_number_that_cannot_be_written, 2):
+        assert kind is PayloadError
+        assert "group rank 1: ValueError" in text
+        assert usable == 1

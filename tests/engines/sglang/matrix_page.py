@@ -148,11 +148,21 @@ def gpu_part(path: Path) -> Iterator[str]:
             ratios = {(one["temperature"], one["batch"]): one["ratios"].get(variant) for one in each}
             cells = [f"{ratio:.3f}" if (ratio := ratios.get(setting)) else "not run" for setting in settings]
             yield row([f"{algorithm}, {VARIANTS[variant]}", *cells, same_tokens(each, variant)])
-    if fault := found.get("fault"):
-        stock = "hung" if fault["stock"]["hung"] else "did not hang"
-        tokens = "those" if fault["tokens of the clean run"] else "**not** those"
-        yield f"\nOne draw more on rank 1, DSPARK at T=1: stock {stock}; with specsync, tokens are {tokens} of the run"
-        yield "without the fault."
+    if faults := found.get("faults"):
+        yield from ("", *fault_table(faults))
+
+
+def fault_table(faults: dict[str, Any]) -> Iterator[str]:
+    """What became of runs in which rank 1 went astray, at batch 8."""
+    yield row(["algorithm", "fault", "stock", "with specsync", "healed on rank 1"])
+    yield row(["---"] * 5)
+    for algorithm, fault in faults.items():
+        stock = "hung" if fault["stock hung"] else "wrong text" if fault["stock's tokens differ"] else "right text"
+        tokens = "the clean run's tokens" if fault["tokens of the clean run"] else "**other** tokens than the clean run"
+        counts = fault["healed"].get("on rank 1", {})
+        healed = [f"`{site}` {found['mismatches']:,}" for site, found in counts.items() if found["mismatches"]]
+        named = f"{algorithm}, T={fault['temperature']:g}"
+        yield row([named, fault["fault"], stock, tokens, ", ".join(healed) or "not kept"])
 
 
 def same_tokens(runs: Sequence[dict[str, Any]], variant: str) -> str:
