@@ -17,6 +17,7 @@ import subprocess
 from dataclasses import replace
 from datetime import date
 from itertools import pairwise
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -109,6 +110,11 @@ def lookup_us(runs: list[Run]) -> list[float]:
     return [round(median(of_rank), 1) for of_rank in zip(*shares, strict=True)]
 
 
+def all_reduce() -> str:
+    """What vLLM's CPU ranks reduce over on this processor: gloo makes a step several times as long."""
+    return "shared memory (AVX-512)" if "avx512f" in Path("/proc/cpuinfo").read_text() else "gloo"
+
+
 def _summary(runs: list[float]) -> dict[str, Any]:
     return {"median": round(median(runs), 3), "runs": [round(run, 3) for run in runs]}
 
@@ -118,7 +124,7 @@ def _origin(day: date, runs: int) -> dict[str, Any]:
     return {
         "command": f"python -m tests.engines.vllm.overhead --runs {runs}",
         "date": str(day),
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, CPU only",
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, CPU only, vLLM's all-reduce over {all_reduce()}",
         "commit": commit.stdout.strip(),
         "vllm": NEWEST,
         "ranks": 2,

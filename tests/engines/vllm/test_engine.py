@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from tests.engines.vllm.environment import NEWEST, is_built
-from tests.engines.vllm.matrix import COUNT, COUNTED, GATE, HOT, SEED, SETUPS, keep_fatal, matrix_run
+from tests.engines.vllm.matrix import COUNT, COUNTED, GATE, HOT, SEED, SETUPS, keep, keep_fatal, matrix_run
 from tests.engines.vllm.serving import serve
 
 each = pytest.mark.parametrize("name", SETUPS)
@@ -52,13 +52,20 @@ def test_with_sync_a_token_count_that_differs_is_healed(name):
 
 
 @trimming
-def test_without_sync_other_token_counts_end_the_engine(name):
-    """Both ranks are in one all-reduce then, with tensors of different shapes."""
+def test_without_sync_other_token_counts_end_the_engine_or_corrupt_it(name):
+    """Both ranks are in one all-reduce then, with tensors of different shapes. Gloo ends the engine; vLLM's own, over
+    shared memory on processors with AVX-512, adds up what does not belong together."""
     run = serve(SETUPS[name], "off", ["", COUNT], hang_s=20)
-    assert len(run.rounds) == 1, "the round came to an end"
     assert run.ended
-    assert "Received data size doesn't match expected size" in run.log or "Connection reset by peer" in run.log
-    keep_fatal(name, COUNT, "died")
+    if len(run.rounds) == 1:
+        assert "Received data size doesn't match expected size" in run.log or "Connection reset by peer" in run.log
+        keep_fatal(name, COUNT, "died")
+        return
+    clean, faulty = run.rounds
+    assert clean.differing == 0
+    assert faulty.differing > 0
+    assert faulty.tokens != clean.tokens
+    keep(name, "off", run)
 
 
 @going_on
