@@ -84,7 +84,9 @@ def _wait_for_answer(connection: socket.socket, timeout_s: float) -> None:
     while True:
         connection.settimeout(max(min(LOOK_S, deadline - time.monotonic()), 1e-3))
         try:
-            connection.recv(1, socket.MSG_PEEK)
+            if not connection.recv(1, socket.MSG_PEEK):
+                who = "group rank 0" if pid is None else f"group rank 0, process {pid},"
+                raise ControlError(f"{who} ended before it answered.")
             return
         except TimeoutError:
             standstill = None if pid is None else standstill_of(pid)

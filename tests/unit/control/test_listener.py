@@ -397,7 +397,7 @@ with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listening:
     [
         ("stops", "group rank 0, process {pid}, is stopped (SIGSTOP) and cannot answer: `kill -CONT {pid}`."),
         ("is mute", "process {pid}, which listens there, did not answer within {s:g} s."),
-        ("ends", "the connection ended before the line did."),
+        ("ends", "group rank 0, process {pid}, ended before it answered."),
     ],
 )
 @pytest.mark.parametrize("command", ["status", "mode"])
