@@ -26,6 +26,8 @@ FRAME_BYTES = 512
 """Size of the first gather; a longer value travels in a second one of an agreed size."""
 LENGTH_DIGITS = 8
 MAX_BYTES = 10**LENGTH_DIGITS - 1
+_EXACT: dict[type, Callable[[Any], Any]] = {int: int.__int__, float: float.__float__, str: str.__str__}
+"""By type, what makes a subclass's value one of the type itself: a rank that is healed gets that, so all must."""
 
 
 @dataclass(frozen=True)
@@ -150,11 +152,14 @@ def _plain(value: Any, op: Op) -> Any:
         raise PayloadError(f"op {op!r} takes a number that is not NaN, not {value!r}")
     if op in ("all", "any") and not isinstance(value, (bool, int)):
         raise PayloadError(f"op {op!r} takes a flag or a list, not {value!r}")
-    if value is not None and not isinstance(value, (bool, int, float, str)):
-        raise PayloadError(
-            f"a {type(value).__name__} cannot be agreed on; pass a number, a flag, a string or a list of those"
-        )
-    return value
+    if value is None or type(value) in _EXACT or isinstance(value, bool):
+        return value
+    for kind, exact in _EXACT.items():
+        if isinstance(value, kind):  # an enum's member, say
+            return exact(value)
+    raise PayloadError(
+        f"a {type(value).__name__} cannot be agreed on; pass a number, a flag, a string or a list of those"
+    )
 
 
 def _reduce(op: Op, values: Sequence[Any]) -> Any:

@@ -66,6 +66,11 @@ def standstill_of(pid: int) -> str | None:
     return STATES.get(_stat(pid)[0] or "")
 
 
+def has_ended(pid: int) -> bool:
+    """Whether a process of this machine is gone, or a zombie."""
+    return _is_gone(pid) or standstill_of(pid) == HAS_ENDED
+
+
 def _place() -> str | None:
     """What a pid is relative to: this boot of this machine, and the pid namespace."""
     try:

@@ -41,6 +41,7 @@ FAULT_RUNS = {"clean": ("specsync", 0), "healed": ("specsync", FAULT_STEP), "sto
 ROUND_S = 45.0
 HANG_S = 20.0
 """A round of the faulted runs takes one to two seconds."""
+FAULT_ROUNDS = 4
 
 
 @dataclass
@@ -84,8 +85,8 @@ class Matrix:
         return list(ranks[0]["stretches"]) if ranks else []
 
     def _take_turns(self, engines: dict[str, Engine], wanted: dict[str, Any], rounds: int) -> dict[str, Any]:
-        for engine in engines.values():
-            self._ask(engine, ROUND_S, **wanted)  # compiles, and fills what is empty
+        # Compiles, and fills what is empty. One that does not end takes no turns: its late answer would be another's.
+        engines = {name: each for name, each in engines.items() if self._ask(each, ROUND_S, **wanted) is not None}
         seen = {name: self._stretches(engine) for name, engine in engines.items()}
         given: dict[str, list[dict[str, Any]]] = {name: [] for name in engines}
         names = sorted(engines)
@@ -104,11 +105,12 @@ class Matrix:
         stock = complete.pop("stock", [])
         ratios = {name: paired(found, stock) for name, found in complete.items()} if stock else {}
         step = {name: median(found) for name, found in medians.items() if found}
-        step_ratios = {name: round(step["stock"] / us, 4) for name, us in step.items() if name != "stock"}
+        theirs = step.pop("stock", None)
+        step_ratios = {name: round(theirs / us, 4) for name, us in step.items()} if theirs else {}
         digests = {name: [each["digest"] for each in answers] for name, answers in given.items()}
         run = {**wanted, "ratios": ratios, "step_ratios": step_ratios, "tokens_per_s": speeds}
         run |= {"step_median_us": medians, "steps": steps, "digests": digests}
-        print({key: run[key] for key in ("batch", "temperature", "ratios", "step_ratios")}, step, flush=True)
+        print({key: run[key] for key in ("batch", "temperature", "ratios", "step_ratios")}, medians, flush=True)
         return run
 
     def fault(self, algorithm: str) -> dict[str, Any]:
@@ -116,33 +118,35 @@ class Matrix:
         what, temperature = FAULTS[algorithm]
         wanted = {"batch": 8, "tokens": self.options.tokens, "temperature": temperature}
         runs = {name: self._faulted(self.fleet.engines[f"fault-{algorithm}-{name}"], wanted) for name in FAULT_RUNS}
-        digests = {name: found["digests"] for name, found in runs.items()}
-        clean = digests["clean"] if None not in digests["clean"] else None
-        said = {"tokens of the clean run": clean is not None and digests["healed"] == clean}
-        said |= {"stock hung": runs["stock"]["hung"]}
-        said |= {"stock's tokens differ": clean is not None and wrong(digests["stock"], clean)}
-        print(algorithm, said, flush=True)
-        return {**wanted, "fault": f"at step {FAULT_STEP}, {what}", **said, **runs}
+        clean = runs["clean"]["digests"] if runs["clean"]["end"] == "all rounds" else None
+        became = {name: outcome(found, clean) for name, found in runs.items() if name != "clean"}
+        print(algorithm, became, flush=True)
+        return {**wanted, "fault": f"at step {FAULT_STEP}, {what}", "became": became, **runs}
 
     def _faulted(self, engine: Engine, wanted: dict[str, Any]) -> dict[str, Any]:
-        rounds: list[dict[str, Any] | None] = []
-        if engine.started:
-            self._ask(engine, 90.0, **{**wanted, "tokens": 8})  # compiles, and ends before the fault
-        while engine.started and len(rounds) < 4 and None not in rounds:
-            rounds.append(self._ask(engine, HANG_S, **wanted))
-        hung = None in rounds and engine.process.poll() is None
-        if engine.started and not hung:
-            self._ask(engine, HANG_S, batch=1, tokens=2, temperature=0.0)
-        found = {"started": engine.started, "digests": [each and each["digest"] for each in rounds], "hung": hung}
-        found |= {"ranks": engine.counters()}
-        found |= {"log": engine.log_end()} if None in rounds or not engine.started else {}
-        print({key: found[key] for key in ("started", "digests", "hung")}, flush=True)
-        return found
+        # The first one compiles, and ends before the fault.
+        asked = [(90.0, {**wanted, "tokens": 8}), *[(HANG_S, wanted)] * FAULT_ROUNDS]
+        answers: list[dict[str, Any] | None] = []
+        while engine.started and len(answers) < len(asked) and None not in answers:
+            limit_s, what = asked[len(answers)]
+            answers.append(self._ask(engine, limit_s, **what))
+        end = "did not start" if not engine.started else "all rounds" if None not in answers else "hung"
+        if end == "hung" and engine.process.poll() is not None:
+            end = "ended by itself"
+        if end == "all rounds":
+            self._ask(engine, HANG_S, batch=1, tokens=2, temperature=0.0)  # writes the counters
+        found = {"end": end, "digests": [each["digest"] for each in answers[1:] if each], "ranks": engine.counters()}
+        print({key: found[key] for key in ("end", "digests")}, flush=True)
+        return found if end == "all rounds" else found | {"log": engine.log_end()}
 
 
-def wrong(digests: list[str | None], clean: list[str]) -> bool:
-    """Whether a round that ended gave another text than the clean run's."""
-    return any(own not in (None, theirs) for own, theirs in zip(digests, clean, strict=False))
+def outcome(found: dict[str, Any], clean: list[str] | None) -> str:
+    """What became of a faulted run: how it ended, or else its text beside the clean run's, which may be missing."""
+    if found["end"] != "all rounds":
+        return str(found["end"])
+    if clean is None:
+        return "no clean run"
+    return "right text" if found["digests"] == clean else "wrong text"
 
 
 def paired(found: list[float], stock: list[float]) -> float:

@@ -14,10 +14,12 @@ from typing import Any
 
 from specsync_core.control.protocol import MAX_ANSWER_BYTES, Request, encode_request, read_line
 from specsync_core.errors import ControlError, UnsettledError
-from specsync_core.liveness import peer_of, standstill_of
+from specsync_core.liveness import has_ended, peer_of, standstill_of
 
 LOOK_S = 2.0
 """After so much silence the listener's process is looked at; what changes nothing may take as long beyond its wait."""
+END_S = 1.0
+"""How long a process that closed the connection without an answer is watched: it may be ending."""
 CHANGE_MARGIN_S = 20.0
 """What a change may take beyond its wait: the ranks have to be asked, and one that is silent is waited for."""
 UNSETTLED = "It may be applied, or may still be: ask `specsync ctl status`."
@@ -84,17 +86,31 @@ def _wait_for_answer(connection: socket.socket, timeout_s: float) -> None:
     while True:
         connection.settimeout(max(min(LOOK_S, deadline - time.monotonic()), 1e-3))
         try:
-            if not connection.recv(1, socket.MSG_PEEK):
-                who = "group rank 0" if pid is None else f"group rank 0, process {pid},"
-                raise ControlError(f"{who} ended before it answered.")
-            return
+            if connection.recv(1, socket.MSG_PEEK):
+                return
+            raise ControlError(_why_closed(pid))
+        except ConnectionResetError:  # it left the request unread
+            raise ControlError(_why_closed(pid)) from None
         except TimeoutError:
             standstill = None if pid is None else standstill_of(pid)
         if standstill is not None:
             raise ControlError(f"group rank 0, process {pid}, {standstill} and cannot answer: `kill -CONT {pid}`.")
         if time.monotonic() >= deadline:
-            who = "what listens there" if pid is None else f"process {pid}, which listens there,"
-            raise ControlError(f"{who} did not answer within {timeout_s:g} s.")
+            raise ControlError(f"{_listener(pid)} did not answer within {timeout_s:g} s.")
+
+
+def _why_closed(pid: int | None) -> str:
+    """Why the connection is closed without an answer; a process that ends closes its files some time before."""
+    deadline = time.monotonic() + END_S
+    while pid is not None and not (ended := has_ended(pid)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    if pid is not None and ended:
+        return f"group rank 0, process {pid}, ended before it answered."
+    return f"{_listener(pid)} closed the connection without an answer. Is it the engine's SPECSYNC_CONTROL?"
+
+
+def _listener(pid: int | None) -> str:
+    return "what listens there" if pid is None else f"process {pid}, which listens there,"
 
 
 def _listener_of(connection: socket.socket) -> int | None:

@@ -1,4 +1,5 @@
 import time
+from enum import Enum, IntEnum
 
 import torch.distributed as dist
 
@@ -32,6 +33,7 @@ def agreements(rank: int, world_size: int) -> dict[str, object]:
         "any lists": ("any", ids[rank]),
         "exact float": ("min", 0.1 + rank),
         "huge integer": ("max", 2**70 + rank),
+        "long lists that begin alike": ("root", [0] * 600 + [rank]),
     }
     return {
         name: agree("toy-gate", call, op, lambda value=value: value)
@@ -54,8 +56,43 @@ def test_ops_over_numbers_flags_strings_and_lists():
             "any lists": [7, 3, 9, 11],
             "exact float": 0.1,
             "huge integer": 2**70 + 2,
+            "long lists that begin alike": [0] * 601,
         }
         assert found["root"][0] == f"rank {rank}"
+
+
+class Word(str, Enum):
+    FAST, SLOW = "fast", "slow"
+
+
+class Level(IntEnum):
+    LOW, HIGH = 1, 2
+
+
+class Seconds(float):
+    pass
+
+
+def members(rank: int, world_size: int) -> list[object]:
+    """Values of types of their own: equal, differing, in lists, and led."""
+    brought = [
+        ("root", Word.FAST),
+        ("root", Word.SLOW if rank else Word.FAST),
+        ("max", Level(1 + rank)),
+        ("min", Seconds(1.5)),
+        ("all", [Word.FAST, Level.HIGH]),
+    ]
+    found = [agree("toy-gate", call, op, lambda value=value: value)[1] for call, (op, value) in enumerate(brought)]
+    led = Ask("toy-gate", len(brought), "root", lambda: Word.FAST, leads=True)
+    return [*found, agree_together(dist.group.WORLD, [led])[0][1]]
+
+
+def test_the_agreed_value_has_the_same_type_on_every_rank():
+    """A healed rank can only get a plain one."""
+    for found in run_ranks(members, 2):
+        flat = [part for each in found for part in (each if isinstance(each, list) else [each])]
+        assert flat == ["fast", "fast", 2, 1.5, "fast", 2, "fast"]
+        assert [type(part) for part in flat] == [str, str, int, float, str, int, str]
 
 
 def failures(rank: int, world_size: int) -> dict[str, object]:

@@ -157,11 +157,11 @@ def fault_table(faults: dict[str, Any]) -> Iterator[str]:
     yield row(["algorithm", "fault", "stock", "with specsync", "healed on rank 1"])
     yield row(["---"] * 5)
     for algorithm, fault in faults.items():
-        stock = "hung" if fault["stock hung"] else "wrong text" if fault["stock's tokens differ"] else "right text"
-        tokens = "the clean run's tokens" if fault["tokens of the clean run"] else "**other** tokens than the clean run"
-        counts = fault["healed"].get("on rank 1", {})
+        counts = next((each["sites"] for each in fault["healed"].get("ranks", ()) if each["rank"] == 1), {})
         healed = [f"`{site}` {found['mismatches']:,}" for site, found in counts.items() if found["mismatches"]]
         named = f"{algorithm}, T={fault['temperature']:g}"
+        stock, specsync = fault["became"]["stock"], fault["became"]["healed"]
+        tokens = "the clean run's tokens" if specsync == "right text" else f"**{specsync}**"
         yield row([named, fault["fault"], stock, tokens, ", ".join(healed) or "not kept"])
 
 

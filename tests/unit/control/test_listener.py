@@ -388,7 +388,11 @@ with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listening:
     connection, _ = listening.accept()
     if sys.argv[2] == "is mute":
         sys.stdin.read()
-    connection.recv(4096)
+    if sys.argv[2] != "ends unread":
+        connection.recv(4096)
+    if sys.argv[2] == "hangs up":
+        connection.close()
+        sys.stdin.read()
 """
 
 
@@ -398,12 +402,19 @@ with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listening:
         ("stops", "group rank 0, process {pid}, is stopped (SIGSTOP) and cannot answer: `kill -CONT {pid}`."),
         ("is mute", "process {pid}, which listens there, did not answer within {s:g} s."),
         ("ends", "group rank 0, process {pid}, ended before it answered."),
+        ("ends unread", "group rank 0, process {pid}, ended before it answered."),
+        (
+            "hangs up",
+            "process {pid}, which listens there, closed the connection without an answer."
+            " Is it the engine's SPECSYNC_CONTROL?",
+        ),
     ],
 )
 @pytest.mark.parametrize("command", ["status", "mode"])
 def test_a_listener_that_gives_no_answer_is_given_up_and_named(tmp_path, monkeypatch, what, why, command):
     """A change that was asked for there may come true, and the client says so."""
     monkeypatch.setattr(asking, "LOOK_S", 0.3)
+    monkeypatch.setattr(asking, "END_S", 0.3 if what == "hangs up" else 20.0)
     monkeypatch.setattr(asking, "CHANGE_MARGIN_S", 20.0 if what == "stops" else 0.3)
     words = [sys.executable, "-c", LISTENING, str(tmp_path / "x.sock"), what]
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
