@@ -8,6 +8,8 @@ calls the roll: every peer that lives answers with where it is, so the one that 
 from __future__ import annotations
 
 import json
+import logging
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -25,8 +27,12 @@ from specsync_core.liveness import HAS_ENDED, ending_of, name_of, own_identity
 
 END_GRACE_S = 3.0
 """How long a peer may have ended before that is a failure: what it sent last is still taken, as at a shutdown."""
+STOPPED_S = 5.0
+"""How long a peer may be stopped before this rank's log says so. It may go on: no failure."""
 ROLL_CALL_S = 2.0
 """How long a peer may take to answer; it looks for roll calls every half second."""
+
+logger = logging.getLogger("specsync")
 
 
 class AbsentRankError(TransportError):
@@ -58,6 +64,8 @@ class GroupStore:
         self._watchers: list[WeakMethod[Callable[[], float]]] = []
         self._ended: dict[int, float] = {}
         """Since when a peer's process is seen to have ended."""
+        self._stopped: dict[int, float] = {}
+        """Since when one is seen to be stopped; infinite once that was said."""
         self._to_stop: list[WeakMethod[Callable[[], object]]] = []
         self._identities: dict[int, dict[str, Any]] = {self.rank: own_identity()}
         self._store = BoundedStore(PrefixStore("specsync", cpu_group.get_group_store()), self._look_for_news)
@@ -183,15 +191,23 @@ class GroupStore:
         self._to_stop.append(WeakMethod(stop))
 
     def _notice_ends(self) -> None:
-        """A peer whose process has ended will not come to any call: say so before one waits for it in vain."""
+        """A peer whose process has ended, or is stopped, comes to no call: say so, however long one waits for it."""
         now = time.monotonic()
         for rank, identity in list(self._identities.items()):  # a roll call on another thread may add to them
             if rank == self.rank or self._failure is not None:
                 continue
-            if ending_of(identity) != HAS_ENDED:
+            ending = ending_of(identity)
+            peer = f"group rank {rank} ({name_of(identity)}) {ending}"
+            if ending != HAS_ENDED:
                 self._ended.pop(rank, None)
             elif now - self._ended.setdefault(rank, now) >= END_GRACE_S:
-                self.fail(TransportError(f"group rank {rank} ({name_of(identity)}) {HAS_ENDED}"))
+                self.fail(TransportError(peer))
+            if ending in (None, HAS_ENDED):
+                self._stopped.pop(rank, None)
+            elif now - self._stopped.setdefault(rank, now) >= STOPPED_S:
+                self._stopped[rank] = math.inf
+                own = f"group rank {self.rank} {self._whereabouts()}"
+                logger.warning("%s; %s. `kill -CONT %d` lets it go on.", peer, own, identity["pid"])
 
     def _stop_waits(self) -> None:
         while self._failure is not None and self._to_stop:

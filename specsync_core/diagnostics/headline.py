@@ -5,7 +5,7 @@ from __future__ import annotations
 from specsync_core.diagnostics.behind import Missing
 from specsync_core.diagnostics.divergence import Divergence
 from specsync_core.diagnostics.progress import GONE
-from specsync_core.diagnostics.verdict import Evidence, checks_text, place, rank_list, show
+from specsync_core.diagnostics.verdict import Evidence, checks_text, halted_ranks, place, rank_list, show
 
 
 def headline(finding: str, evidence: Evidence) -> str:
@@ -87,6 +87,10 @@ def _dead(evidence: Evidence) -> str:
 
 
 def _hang(evidence: Evidence) -> str:
+    if halted := halted_ranks(evidence):
+        rank, state = next(iter(halted.items()))
+        more = f" (so {'is' if len(halted) == 2 else 'are'} {rank_list(tuple(halted)[1:])})" if len(halted) > 1 else ""
+        return f"Rank {rank} (pid {state.pid}) {state.ending}{more}; {_no_divergence(evidence)}."
     if evidence.behind_at:
         missing = next(iter(evidence.behind_at.values()))
         ahead = f"rank {missing.ahead_rank} {'waits there' if missing.is_inside else 'has left it'}"

@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from specsync_core.diagnostics.recording import Record, Recording
+from specsync_core.liveness import standstill_of
 
 Status = Literal["finished", "failed", "died", "stopped", "running", "unknown"]
 """``stopped``: it lived in the stall, by its dump, and is gone now: whoever ended it did so after the stall."""
 
 GONE = "is gone, and did not close its recording"
 """The ending of a rank whose process is not there, and whose exit code nobody told."""
+RUNNING = "is running"
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,11 @@ class RankState:
     @property
     def is_abnormal(self) -> bool:
         return self.status in ("failed", "died")
+
+    @property
+    def is_halted(self) -> bool:
+        """Its process is there, and does not run: stopped by a signal, or by a debugger."""
+        return self.pid is not None and self.ending != RUNNING
 
     @property
     def is_gone(self) -> bool:
@@ -132,7 +139,9 @@ def _status(recording: Recording, is_code_given: bool, code: int | None) -> tupl
     alive = is_alive(recording)
     if alive is None:
         return "unknown", "may be running (its process cannot be asked after from here)"
-    return ("running", "is running") if alive else ("died", GONE)
+    if not alive:
+        return "died", GONE
+    return "running", standstill_of(recording.header.pid) or RUNNING
 
 
 def exit_text(code: int) -> str:

@@ -50,6 +50,7 @@ def verdict_lines(finding: str, evidence: Evidence) -> Iterator[str]:
     if evidence.divergence is not None:
         yield from _divergence_lines(evidence.divergence)
     yield from _dead_lines(evidence)
+    yield from _halted_lines(evidence)
     yield from _wait_lines(evidence)
     if finding in ("hang", "dead-rank"):
         yield from _no_divergence_lines(finding, evidence)
@@ -136,6 +137,16 @@ def _dead_lines(evidence: Evidence) -> Iterator[str]:
         yield f"Rank {rank} {state.ending}{where}."
 
 
+def halted_ranks(evidence: Evidence) -> dict[int, RankState]:
+    """Ranks whose process is stopped now, by group rank."""
+    return {rank: state for rank, state in evidence.states.items() if state.is_halted}
+
+
+def _halted_lines(evidence: Evidence) -> Iterator[str]:
+    for rank, state in halted_ranks(evidence).items():
+        yield f"Rank {rank} {state.ending}: it can do nothing before `kill -CONT {state.pid}`, nor write a dump."
+
+
 def _last(state: RankState, evidence: Evidence) -> str:
     record = state.last
     assert record is not None
@@ -213,7 +224,8 @@ def _stack_lines(evidence: Evidence) -> Iterator[str]:
             yield f"Rank {rank}'s main thread, at {clock(dump.written_s)}: {' > '.join(shown)}."
     for rank, state in evidence.states.items():
         # Only where the recording's writer has a handler: others would be ended by the signal.
-        if rank not in evidence.dumps and state.pid is not None and evidence.recordings[rank].takes_signals:
+        is_asked = rank not in evidence.dumps and state.pid is not None and not state.is_halted
+        if is_asked and evidence.recordings[rank].takes_signals:
             yield f"No stack of rank {rank}: `kill -USR1 {state.pid}` writes its dump; then ask again."
 
 
@@ -246,6 +258,8 @@ def _no_divergence_lines(finding: str, evidence: Evidence) -> Iterator[str]:
         yield f"Own values differed: {_what_differs(comparison.first_unsettled)}; what was committed is not recorded."
     elif comparison.comparisons == 0:
         yield "No values could be compared, so the recordings do not say whether a decision diverged."
+    elif finding == "hang" and halted_ranks(evidence):
+        yield f"No divergence at declared sites in {comparison.comparisons} comparisons: a rank does not run."
     elif finding == "hang" and evidence.behind_at:
         yield f"No divergence at declared sites in {comparison.comparisons} comparisons: a rank is late, or elsewhere."
     elif finding == "hang":

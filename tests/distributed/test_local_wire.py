@@ -1,6 +1,8 @@
 """Sockets between the ranks of one machine: bytes arrive, calls that do not match are found, lost peers are named."""
 
+import logging
 import os
+import re
 import signal
 import socket
 import threading
@@ -11,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from specsync_core import local_wire
+from specsync_core import group_store, local_wire
 from specsync_core.collectives import store_of
 from specsync_core.errors import SpecSyncError, TransportError
 from specsync_core.groups import TorchGroup
@@ -203,6 +205,44 @@ def test_a_peer_that_is_gone_is_named(how):
     assert "roup rank 1 (pid " in told, told
     assert {"killed": "has ended", "stopped": "is stopped (SIGSTOP)"}[how] in told
     assert took_s < {"killed": 3, "stopped": 9}[how]
+
+
+class LetsGoOn(logging.Handler):
+    """Sends SIGCONT to the process that a warning names as stopped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.said: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.said.append(record.getMessage())
+        if found := re.search(r"`kill -CONT (\d+)`", self.said[-1]):
+            os.kill(int(found[1]), signal.SIGCONT)
+
+
+def stop_for_a_while(rank: int, world_size: int) -> tuple[list[str], list[int], int]:
+    group_store.STOPPED_S = 0.5
+    logging.getLogger("specsync").addHandler(handler := LetsGoOn())
+    wire = wire_of(dist.group.WORLD)
+    store_of(dist.group.WORLD).place = "call 7 of toy-gate"
+    pids = [0, 0]
+    dist.all_gather_object(pids, os.getpid())
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    data = bytearray([rank] * 4)
+    wire.broadcast(memoryview(data))
+    time.sleep(1.5)  # said once
+    return handler.said, list(data), pids[1]
+
+
+def test_a_stopped_peer_is_named_in_the_log_long_before_the_time_out():
+    """SGLang's CPU group waits two hours."""
+    (said, _, pid), (_, data, _) = run_ranks(stop_for_a_while, 2, 60, group_timeout_s=600)
+    assert data == [0, 0, 0, 0]
+    (line,) = said
+    assert line.startswith(f"group rank 1 (pid {pid} on "), line
+    assert ") is stopped (SIGSTOP); group rank 0 waits in broadcast of call 7 of toy-gate for " in line
+    assert line.endswith(f"s. `kill -CONT {pid}` lets it go on.")
 
 
 def open_elsewhere(rank: int, world_size: int, case: str) -> tuple[bool, list[int]]:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -424,11 +425,22 @@ def test_a_dead_rank_by_its_process(tmp_path):
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as writer:
         assert writer.stdout.readline() == "written\n"
         alive = group.diagnose(hang_after_s=0)
+        writer.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, writer.pid, os.WSTOPPED)
+        halted = group.diagnose(hang_after_s=0)
+        writer.send_signal(signal.SIGCONT)
         writer.stdin.close()
         os.waitid(os.P_PID, writer.pid, os.WEXITED | os.WNOWAIT)  # ended, and not reaped
         zombie = group.diagnose(hang_after_s=0)
     gone = group.diagnose(hang_after_s=0)
     assert (alive.finding, alive.dead_ranks) == ("hang", ())
+    assert halted.headline == (
+        f"Rank 1 (pid {writer.pid}) is stopped (SIGSTOP); no divergence was seen: 0 mismatches in 1 comparison."
+    )
+    assert (halted.finding, halted.endings[1]) == ("hang", "is stopped (SIGSTOP)")
+    assert says(halted, f"Rank 1 is stopped (SIGSTOP): it can do nothing before `kill -CONT {writer.pid}`")
+    assert "-USR1" not in halted.text and "transport" not in halted.text
+    assert "stopped" not in alive.text
     assert (zombie.finding, zombie.dead_ranks) == ("dead-rank", (1,))
     assert (gone.finding, gone.dead_ranks) == ("dead-rank", (1,))
     assert says(gone, "Rank 1 is gone, and did not close its recording; it was in no recorded wait")
