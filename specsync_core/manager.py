@@ -168,7 +168,7 @@ class PluginManager:
                 results = self._pluggy.subset_hook_caller(hook, others)(**arguments)
             except PluginError as error:
                 raise info.error(str(error)) from error
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 raise info.error(f"hook {hook} raises {type(error).__name__}: {error}.") from error
             for result in results:
                 yield info, result
@@ -269,7 +269,7 @@ def _check_disabled(disable: Iterable[str], known: list[str]) -> None:
                 f"SPECSYNC_DISABLE: unknown plugin '{name}'{did_you_mean(name, known)}."
                 f" Installed: {', '.join(known)}. List them with `specsync plugins`."
             )
-        logger.warning("SPECSYNC_DISABLE: plugin '%s' is not installed.", name)
+        logger.warning("SPECSYNC_DISABLE: plugin '%s' is not installed. Installed: %s.", name, ", ".join(known))
 
 
 def _hook_problems(plugin: object) -> Iterator[str]:

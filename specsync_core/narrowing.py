@@ -20,6 +20,7 @@ def narrowing_warning(sites: Iterable[SitePlan], advice: Sequence[str]) -> str |
         return None
     modes = {site.mode.value for site in narrowed}
     lines = [f"the plan is narrower than 'all': {len(narrowed)} of {len(planned)} sites are not synchronised."]
+    lines += advice
     lines += _which(narrowed)
     if "off" in modes:
         lines.append(
@@ -28,7 +29,6 @@ def narrowing_warning(sites: Iterable[SitePlan], advice: Sequence[str]) -> str |
         )
     if "audit" in modes:
         lines.append("At a site in audit, ranks are compared and differences counted, but not healed.")
-    lines += advice
     lines.append(_way_out(narrowed, modes))
     return "\n".join(
         [

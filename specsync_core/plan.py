@@ -128,8 +128,13 @@ class Plan:
         return {**self._decisions(), "plugins": plugins, "control": "off" if self.control.value is None else "on"}
 
     def policy_origins(self) -> list[str]:
-        """Return where the sites' modes come from, each place once."""
-        return sorted({planned.mode.origin for planned in self.sites.values()})
+        """Return where the sites' modes come from, each place once; then where another setting has one of its own."""
+        sites = list(self.sites.values())
+        others = {f"transport by {planned.transport.origin}" for planned in sites}
+        others |= {f"timeout_s by {self.timeout.origin}", f"counters by {self.counting.origin}"}
+        others.add(f"control by {self.control.origin}")
+        stated = (each for each in others if not each.endswith(" by default"))
+        return [*sorted({planned.mode.origin for planned in sites}), *sorted(stated)]
 
     def differences(self, other: Plan | Mapping[str, Any], mine: str = "here", theirs: str = "there") -> list[str]:
         """Name what another plan, or another rank's `summary`, decides otherwise: a line for each difference.

@@ -17,6 +17,7 @@ model tables that match, a later one over an earlier one.
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -37,6 +38,8 @@ from specsync_core.settings import Transport
 FILE_NAME = "specsync.toml"
 PYPROJECT = "pyproject.toml"
 TOOL_TABLE = ("tool", "specsync")
+
+logger = logging.getLogger("specsync")
 
 
 class _Section(Table):
@@ -111,7 +114,8 @@ def find_policy_file(config: Path | None, directory: Path | None = None) -> Poli
         directory: where to look for ``specsync.toml``, then ``pyproject.toml``; None is the working directory.
 
     Raises:
-        PolicyError: a file that is named is not there, or one that is there cannot be read or is wrong.
+        PolicyError: a file that is named is not there, or one that is there cannot be read or is wrong; a
+            ``pyproject.toml`` that nobody named and that cannot be read is left alone, with a warning.
     """
     if config is not None:
         return read_policy_file(config)
@@ -119,9 +123,7 @@ def find_policy_file(config: Path | None, directory: Path | None = None) -> Poli
     if lexists(own := directory / FILE_NAME):
         return read_policy_file(own)
     pyproject = directory / PYPROJECT
-    if lexists(pyproject) and "specsync" in _read(pyproject):
-        return _read_tool_table(pyproject)
-    return None
+    return _read_tool_table(pyproject) if lexists(pyproject) and _may_be_ours(pyproject) else None
 
 
 def read_policy_file(path: Path) -> PolicyFile:
@@ -137,6 +139,16 @@ def read_policy_file(path: Path) -> PolicyFile:
         return found
     text = _read(path)
     return _validate(path, text, _parse(path, text), ())
+
+
+def _may_be_ours(path: Path) -> bool:
+    """Whether somebody's ``pyproject.toml`` may hold a policy; one that cannot be read stops no engine of another's."""
+    try:
+        text = _read(path)
+    except PolicyError as error:
+        logger.warning("A table [tool.specsync] in it would have no effect: %s", error)
+        return False
+    return re.search(r"^\s*\[\s*tool\b", text, re.MULTILINE) is not None and "specsync" in text
 
 
 def _read_tool_table(path: Path) -> PolicyFile | None:
@@ -155,14 +167,17 @@ def _read(path: Path) -> str:
     try:
         return read_bounded(path, MAX_TEXT_BYTES).decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        raise PolicyError(f"{path}: the policy file cannot be read: {error}.") from error
+        why = getattr(error, "strerror", None) or str(error)
+        raise PolicyError(
+            f"{path.absolute()}: the policy file cannot be read: {why}. Mend it, or name another in SPECSYNC_CONFIG."
+        ) from error
 
 
 def _parse(path: Path, text: str) -> dict[str, Any]:
     try:
         return tomli.loads(text)
     except (tomli.TOMLDecodeError, RecursionError) as error:
-        raise PolicyError(f"{path}: not valid TOML: {error}.") from error
+        raise PolicyError(f"{path}: not valid TOML: {error}. Mend it, and try it with `specsync check`.") from error
 
 
 def _validate(path: Path, text: str, document: dict[str, Any], prefix: tuple[str, ...]) -> PolicyFile:

@@ -129,7 +129,7 @@ def _instruments() -> dict[str, Any]:
     try:
         from prometheus_client import Counter, Gauge
     except ImportError:
-        logger.info("no counters are exported without prometheus_client: pip install specsync-core[metrics]")
+        logger.info("no counters are exported without prometheus_client: pip install prometheus_client")
         return {}
     made: dict[str, Any] = {
         name: Counter(f"specsync_{name}", text, SITE_LABELS) for name, text in SITE_COUNTERS.items()

@@ -13,7 +13,7 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -154,8 +154,11 @@ def _agree(store: GroupStore, environment: Environment, timeout_s: float) -> tup
     """
     name = f"run-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
     own = {"name": name, "records": environment.dump_dir is not None, "check_every": environment.check_every}
+    own |= {"faults": environment.faults or ""}
     shown = store.exchange("diagnostics", own, timeout_s)
     check_every = int(shown[0]["check_every"])
+    if store.rank == 0:
+        _say_what_differs(shown)
     without = [str(rank) for rank, each in enumerate(shown) if not each["records"]]
     if environment.dump_dir is None:
         return None, check_every
@@ -164,6 +167,17 @@ def _agree(store: GroupStore, environment: Environment, timeout_s: float) -> tup
     if store.rank == min(rank for rank, each in enumerate(shown) if each["records"]):
         prune(environment.dump_dir, MOST_RUNS - 1)
     return environment.dump_dir / str(shown[0]["name"]), check_every
+
+
+def _say_what_differs(shown: Sequence[Mapping[str, Any]]) -> None:
+    """Warn of what only some ranks were given, and would be believed to be in force."""
+    heard = {"check_every": ("SPECSYNC_CHECK_EVERY", "group rank 0's counts")}
+    heard |= {"faults": ("SPECSYNC_FAULTS", "each rank commits those of its own environment alone")}
+    for key, (variable, rule) in heard.items():
+        values = [each[key] for each in shown]
+        if len(set(values)) > 1:
+            held = ", ".join(f"{value!r} on group rank {rank}" for rank, value in enumerate(values))
+            logger.warning("specsync: %s differs between ranks (%s): %s.", variable, held, rule)
 
 
 def _open_recorder(folder: Path, group: Group, plan: Plan, environment: Environment) -> Recorder | None:

@@ -22,7 +22,7 @@ from specsync_core.diagnostics.session import Session, open_session, read_faults
 from specsync_core.engines.hooks import Hook, active_points, build_hooks
 from specsync_core.engines.known import SGLANG
 from specsync_core.engines.proof import Firings, conclude, report
-from specsync_core.engines.start import Candidates, agree_to_start, find_points, is_strict
+from specsync_core.engines.start import OWN_START, Candidates, agree_to_start, find_points, is_strict
 from specsync_core.engines.targets import check_target, is_imported
 from specsync_core.errors import EngineError
 from specsync_core.facts import EngineFacts
@@ -147,6 +147,8 @@ class Adapter:
             assert store is not None
             return store.exchange(topic, payload, 30.0 if self._plan is None else self._plan.timeout_s)
 
+        if store is not None:
+            store.enter(OWN_START)
         candidates = agree_to_start(self._look, strict, None if alone else exchange)
         if self._plan is not None:
             tell_engine(self._plan, self.facts.algorithm)

@@ -83,6 +83,10 @@ def is_strict() -> bool:
         return True
 
 
+OWN_START = "its own start (policy, plugins, the engine's functions)"
+"""What a rank is in until it meets the others: for the peers, should it stay there."""
+
+
 def agree_to_start(attempt: Callable[[], Candidates], strict: bool, exchange: Exchange | None) -> Candidates:
     """Look for points on this rank, and settle with all ranks what is hooked.
 

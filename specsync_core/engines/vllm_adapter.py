@@ -14,7 +14,7 @@ from specsync_core.engines.hooks import Hook, active_points, build_hooks
 from specsync_core.engines.known import VLLM
 from specsync_core.engines.patch import apply_hooks
 from specsync_core.engines.proof import Firings, conclude, report
-from specsync_core.engines.start import Candidates, agree_to_start, find_points
+from specsync_core.engines.start import OWN_START, Candidates, agree_to_start, find_points
 from specsync_core.engines.targets import is_imported
 from specsync_core.engines.vllm import PROOF_STEPS, engine_version
 from specsync_core.errors import EngineError, SpecSyncError
@@ -88,6 +88,8 @@ class Adapter:
             PlanMismatchError: on every rank alike, when ranks hold different plans.
         """
         exchange = None if self._store is None else self._exchange
+        if self._store is not None:
+            self._store.enter(OWN_START)
         candidates = agree_to_start(self._look, read_environment().strict, exchange)
         if self._store is None and self._plan is not None:
             say_uncontrolled(self._plan)

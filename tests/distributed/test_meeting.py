@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from specsync_core import load_registry, resolve_plan
+from specsync_core import Facts, load_registry, resolve_plan
 from specsync_core.collectives import AbsentRankError, store_of
 from specsync_core.errors import PayloadError, PlanMismatchError, SpecSyncError, TransportError
 from specsync_core.groups import TorchGroup
@@ -109,6 +109,18 @@ def test_the_handshake_names_who_differs_in_what_on_every_rank():
         assert "dspark-mem" not in message
         assert "Their policies come from: group rank 0: SPECSYNC_SITES" in message
         assert "Give every rank the same environment" in message
+
+
+def differ_in_transport(rank: int, world_size: int):
+    environ = {"SPECSYNC_TRANSPORT": "group"} if rank else {}
+    return caught(shake_hands, store_of(dist.group.WORLD), resolve_plan(load_registry(), environ, facts=Facts()))
+
+
+def test_the_handshake_names_the_variable_that_one_rank_alone_has():
+    for kind, message, _ in run_ranks(differ_in_transport, 2):
+        assert kind is PlanMismatchError
+        assert "transport: auto on group rank 0, group on group rank 1\n" in message
+        assert "group rank 1: default (preset all), transport by SPECSYNC_TRANSPORT.\n" in message
 
 
 def differ_everywhere(rank: int, world_size: int):

@@ -213,6 +213,32 @@ def test_an_engines_derived_state_is_checked_every_so_many_steps(
     assert (found.own, found.rank0, found.index) == (8, 7, 1)
 
 
+FAULT = "dspark-target:rank=1:add=1"
+
+
+def hear_what_differs(rank: int, world_size: int) -> list[str]:
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("specsync").addHandler(handler)
+    if rank:
+        os.environ |= {"SPECSYNC_CHECK_EVERY": "2", "SPECSYNC_FAULTS": FAULT}
+        os.environ["SPECSYNC_ALLOW_FAULTS"] = "1"
+    open_session(ParallelGroups(tp=TorchGroup())).close()
+    return [text for text in messages if "differs between ranks" in text]
+
+
+def test_what_only_one_rank_was_given_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = run_ranks(hear_what_differs, 2)
+    assert first == [
+        "specsync: SPECSYNC_CHECK_EVERY differs between ranks (0 on group rank 0, 2 on group rank 1): group rank 0's"
+        " counts.",
+        f"specsync: SPECSYNC_FAULTS differs between ranks ('' on group rank 0, '{FAULT}' on group rank 1):"
+        " each rank commits those of its own environment alone.",
+    ]
+    assert second == []
+
+
 def make_it_directly(rank: int, world_size: int) -> list[str]:
     messages: list[str] = []
     handler = logging.Handler()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -110,7 +112,10 @@ def test_a_misspelt_plugin_in_the_disable_list() -> None:
 def test_a_plugin_in_the_disable_list_that_is_not_installed(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="specsync"):
         plugin_manager({"SPECSYNC_DISABLE": "something-else"})
-    assert caplog.messages == ["SPECSYNC_DISABLE: plugin 'something-else' is not installed."]
+    (message,) = caplog.messages
+    assert re.fullmatch(
+        r"SPECSYNC_DISABLE: plugin 'something-else' is not installed\. Installed: .*\beagle\b.*\.", message
+    )
 
 
 def test_a_plugin_that_cannot_be_imported(install_plugin: Install) -> None:
@@ -269,6 +274,17 @@ def test_a_hook_that_raises_names_its_plugin() -> None:
         "  Mend or remove it, or leave it out with SPECSYNC_DISABLE=bad."
     )
     assert isinstance(caught.value.__cause__, KeyError)
+
+
+class Leaves:
+    @hookimpl
+    def specsync_policy(self) -> str:
+        sys.exit(4)
+
+
+def test_a_hook_that_exits_names_its_plugin() -> None:
+    with pytest.raises(PluginError, match=r"plugin 'bad' .* hook specsync_policy raises SystemExit: 4"):
+        asked(Leaves()).policies(Facts())
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from specsync_core import settings
+from specsync_core import bounded_file, settings
 from specsync_core.errors import PolicyError
 from specsync_core.policy_file import PolicyFile, find_policy_file, read_policy_file
 from specsync_core.settings import VARIABLES, Environment, Setting, disabled_plugins, read_environment
@@ -285,12 +285,32 @@ def test_a_dangling_link_is_an_error(tmp_path: Path) -> None:
 def test_an_unreadable_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(tmp_path, 'sites = "all"')
 
-    def refuse(self: Path, *mode: str) -> bytes:
-        raise PermissionError(13, "Permission denied", str(self))
+    def refuse(path: str, flags: int) -> int:
+        raise PermissionError(13, "Permission denied", path)
 
-    monkeypatch.setattr(Path, "open", refuse)  # root may read everything, so the mode bits would not do
+    monkeypatch.setattr(
+        bounded_file, "_open_at_once", refuse
+    )  # root may read everything, so the mode bits would not do
     with pytest.raises(PolicyError, match=r"specsync\.toml: the policy file cannot be read: .*Permission denied"):
         find_policy_file(None, path.parent)
+
+
+@pytest.mark.parametrize("name", ["specsync.toml", "named.toml"])
+@pytest.mark.timeout(20)
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path, name: str) -> None:
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(PolicyError) as caught:
+        find_policy_file(None if name == "specsync.toml" else tmp_path / name, tmp_path)
+    assert str(caught.value) == (
+        f"{tmp_path / name}: the policy file cannot be read: it is a pipe, and no file."
+        " Mend it, or name another in SPECSYNC_CONFIG."
+    )
+
+
+def test_a_relative_path_is_told_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(PolicyError, match=f"{tmp_path}/none.toml: the policy file cannot be read: No such file"):
+        find_policy_file(Path("none.toml"))
 
 
 def found_in(directory: Path) -> PolicyFile:
@@ -320,6 +340,28 @@ def test_wrong_keys_inside_pyproject(tmp_path: Path) -> None:
 def test_a_pyproject_without_the_table_is_ignored(tmp_path: Path, text: str) -> None:
     write(tmp_path, text, "pyproject.toml")
     assert find_policy_file(None, tmp_path) is None
+
+
+BROKEN = 'dependencies = ["specsync-core"\n'
+
+
+@pytest.mark.parametrize("made", ["no text", "too long", "a directory", "a dangling link", "a pipe", "broken"])
+@pytest.mark.timeout(20)
+def test_somebody_elses_pyproject_stops_nothing(tmp_path: Path, made: str, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "pyproject.toml"
+    {
+        "no text": lambda: path.write_bytes(b"specsync \xff"),
+        "too long": lambda: path.write_bytes(b"# specsync\n" * 100_000),
+        "a directory": path.mkdir,
+        "a dangling link": lambda: path.symlink_to(tmp_path / "gone.toml"),
+        "a pipe": lambda: os.mkfifo(path),
+        "broken": lambda: path.write_text(BROKEN),
+    }[made]()
+    assert find_policy_file(None, tmp_path) is None
+    if made != "broken":
+        assert f"would have no effect: {path}: the policy file cannot be read: " in caplog.text
+    with pytest.raises(PolicyError):  # but what is named must be right
+        find_policy_file(path)
 
 
 def test_a_broken_pyproject_that_mentions_specsync_is_an_error(tmp_path: Path) -> None:

@@ -37,9 +37,9 @@ WIDE = ", wide"
 AGAIN = "off once more"
 """As ``off``: its ratio says how far two equal engines lie apart."""
 POLICIES = {
-    "V1, eagle": ("off", "all"),
-    "V1, ngram": ("off", "all", ROWS),
-    "V1, suffix": ("off", "all", ROWS),
+    "V1, eagle": ("off", "all", AGAIN),
+    "V1, ngram": ("off", "all", AGAIN, ROWS),
+    "V1, suffix": ("off", "all", AGAIN, ROWS),
     f"V1, ngram{WIDE}": ("off", "all", AGAIN),
     f"V1, suffix{WIDE}": ("off", "all", AGAIN),
 }
