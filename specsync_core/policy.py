@@ -10,6 +10,7 @@ against the published grammar: a suffix ``:sync``, ``:audit`` or ``:off`` sets t
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias, get_args
@@ -143,7 +144,12 @@ def _evaluate(
     selected: dict[str, Choice] = {}
     removed: dict[str, Choice] = {}
     for token_text in split_policy(text):
-        token = _look_up(token_text, registry, origin, presets)
+        try:
+            token = _look_up(token_text, registry, origin, presets)
+        except PolicyError as error:
+            if re.search(r"[^\s,]\s+[^\s,]", text) is None:
+                raise
+            raise PolicyError(f"{error}\n  Tokens are separated by commas; spaces count for nothing.") from None
         choices = token.choices
         if within is not None:
             choices = {slug: choice for slug, choice in choices.items() if registry.site(slug).algorithm == within}

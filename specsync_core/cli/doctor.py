@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -91,10 +92,14 @@ def _examine_engine(name: str, as_json: bool) -> None:
     else:
         print(f"{result['engine']} {result['version']}: {result['support']}")
         for target in result["targets"]:
-            print(f"  {'ok     ' if target['problem'] is None else 'PROBLEM'}  {target['problem'] or target['target']}")
+            said = target["target"] if target["problem"] is None else " ".join(target["problem"].split())
+            print(f"  {'ok     ' if target['problem'] is None else 'PROBLEM'}  {said}")
         for problem in result["problems"]:
             print(f"  PROBLEM  {problem}")
-        count = len(result["problems"]) + sum(target["problem"] is not None for target in result["targets"])
+        found = [*result["problems"], *(target["problem"] for target in result["targets"] if target["problem"])]
+        if missing := sorted(set(re.findall(r"No module named '([^']+)'", "\n".join(found)))):
+            print(f"Not installed here: {', '.join(missing)}. Install that first: other problems may come from it.")
+        count = len(found)
         print(f"{len(result['targets'])} targets, {count} problem{'' if count == 1 else 's'}.")
     if result["problems"] or any(target["problem"] for target in result["targets"]):
         raise typer.Exit(1)

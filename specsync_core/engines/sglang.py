@@ -261,12 +261,15 @@ class Adapter:
         if self.groups.tp.rank_in_group != 0:
             return
         own = sorted({site for point in self.points for site in point.sites})
+        assert self._plan is not None
+        synced, audited = ([site for site in own if self._plan.mode(site) == mode] for mode in ("sync", "audit"))
         engines = sorted({site for point in candidates.points if point.when == "engine" for site in point.sites})
         logger.info(
-            "sglang %s, %s: specsync synchronises %s; the engine %s.",
+            "sglang %s, %s: specsync synchronises %s%s; the engine %s.",
             self.facts.version,
             self.facts.algorithm,
-            ", ".join(own) or "nothing",
+            ", ".join(synced) or "nothing",
+            f", compares {', '.join(audited)}" if audited else "",
             ", ".join(engines) or "nothing",
         )
 
@@ -310,14 +313,19 @@ def tell_engine(plan: Plan, algorithm: str | None) -> None:
     from sglang.srt.speculative.spec_tp_sync import SpecTpSyncSite
 
     drafts = {site.slug for site in plan.registry.words[ENGINE_DRAFT].sites}
-    wanted = []
+    wanted, audited = [], []
     for site in SpecTpSyncSite:
         names = drafts if site.slug == ENGINE_DRAFT else {site.slug}
         modes = {plan.mode(name) for name in names & set(plan.sites)}
         if "audit" in modes and site.slug.startswith(f"{algorithm}-"):
-            logger.warning("%s is in mode audit, which the engine does not have: it broadcasts there.", site.slug)
+            audited.append(site.slug)
         if modes - {"off"}:
             wanted.append(site.slug)
+    if audited:
+        logger.warning(
+            "mode audit is none of this engine's modes: it broadcasts at %s all the same, and only there.",
+            ", ".join(audited),
+        )
     hand_over(POLICY_VARIABLE, "all" if len(wanted) == len(SpecTpSyncSite) else ",".join(wanted) or "off")
 
 

@@ -238,6 +238,13 @@ def test_a_handled_error_is_one_message_without_a_traceback(run: Run, monkeypatc
     )
 
 
+def test_a_policy_whose_tokens_no_comma_separates(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPECSYNC_SITES", "all -dspark-plan")
+    assert "\n  Tokens are separated by commas; spaces count for nothing.\n" in run("plan").err
+    monkeypatch.setenv("SPECSYNC_SITES", "all, -dspark-plam")
+    assert "commas" not in run("plan").err
+
+
 def test_an_unexpected_error_shows_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail() -> None:
         raise ZeroDivisionError

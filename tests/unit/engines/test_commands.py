@@ -96,6 +96,16 @@ def test_the_doctor_tells_of_an_allowlist(capsys, installed, monkeypatch):
     assert "  PROBLEM  SGLANG_PLUGINS='other' leaves specsync out" in output.out
 
 
+def test_the_doctor_says_once_what_is_not_installed(capsys, installed, monkeypatch):
+    installed("0.5.17")
+    problems = iter(["x cannot be imported: No module named 'torchvision'", "y cannot be imported:\n\n  KeyError: 'x'"])
+    monkeypatch.setattr("specsync_core.engines.targets.check_target", lambda path, signature: next(problems, None))
+    code, output = run(capsys, "doctor", "--engine", "sglang")
+    assert code == 1
+    assert "  PROBLEM  y cannot be imported: KeyError: 'x'\n" in output.out
+    assert "\nNot installed here: torchvision. Install that first: other problems may come from it.\n" in output.out
+
+
 def test_an_engine_that_is_unknown_or_absent_is_an_error(installed):
     installed(None)
     with pytest.raises(EngineError, match=r"unknown engine 'sglan' \(did you mean 'sglang'\?\). Known: sglang"):
