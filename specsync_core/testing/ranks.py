@@ -31,6 +31,10 @@ class RankError(AssertionError):
     """A rank failed, hung or exited; the message holds its group rank and traceback."""
 
 
+class UnmetError(RankError):
+    """A rank's process group could not be made."""
+
+
 def run_ranks(
     fn: Callable[..., Any],
     world_size: int,
@@ -52,8 +56,24 @@ def run_ranks(
             None meets through a file.
 
     Raises:
-        RankError: a rank raised (with its traceback), did not finish in time, or exited.
+        RankError: a rank raised (with its traceback), did not finish in time, or exited. Where gloo could not connect
+            the ranks, all are started once more: about once in several thousand worlds it finds a connection closed.
     """
+    try:
+        return _run_once(fn, world_size, timeout_s, args, group_timeout_s, lost, setup)
+    except UnmetError:
+        return _run_once(fn, world_size, timeout_s, args, group_timeout_s, lost, setup)
+
+
+def _run_once(
+    fn: Callable[..., Any],
+    world_size: int,
+    timeout_s: float,
+    args: Sequence[Any],
+    group_timeout_s: float,
+    lost: Collection[int],
+    setup: Callable[..., str] | None,
+) -> list[Any]:
     context = _context()
     with tempfile.TemporaryDirectory(prefix="specsync-ranks-") as folder:
         meet = setup or partial(_meet_through_file, str(Path(folder) / "rendezvous"))
@@ -124,8 +144,8 @@ def _gather(pipes: list[Connection], processes: list[Any], timeout_s: float, los
                     continue
                 processes[rank].join(5)
                 raise RankError(f"rank {rank} exited with code {processes[rank].exitcode} and no value") from None
-            if kind == "error":
-                raise RankError(f"rank {rank} failed:\n{value}")
+            if kind in ("error", "unmet"):
+                raise (RankError if kind == "error" else UnmetError)(f"rank {rank} failed:\n{value}")
             if kind == "met":
                 met += 1
                 deadline = time.monotonic() + timeout_s if met == len(pipes) else deadline
@@ -152,8 +172,10 @@ def _rank_main(
 
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    failure = "error"
     try:
         init_method = meet(rank, *args)
+        failure = "unmet"
         dist.init_process_group(
             "gloo",
             init_method=init_method,
@@ -161,12 +183,13 @@ def _rank_main(
             world_size=world_size,
             timeout=timedelta(seconds=group_timeout_s),
         )
+        failure = "error"
         sender.send_bytes(pickle.dumps(("met", None)))
         value = fn(rank, world_size, *args)
         # By value, not through shared memory: the process ends before its parent reads.
         sender.send_bytes(pickle.dumps(("value", value)))
     except BaseException:
-        sender.send_bytes(pickle.dumps(("error", traceback.format_exc())))
+        sender.send_bytes(pickle.dumps((failure, traceback.format_exc())))
     finally:
         sender.close()
         if dist.is_initialized():

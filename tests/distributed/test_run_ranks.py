@@ -2,6 +2,7 @@
 
 import os
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -31,6 +32,28 @@ def exit_on_one(rank: int, world_size: int) -> None:
     if rank == 1:
         os._exit(7)
     time.sleep(60)
+
+
+def meet_at_the_second_time(rank: int, folder: str, often: int) -> str:
+    """Group rank 0 finds nobody to meet for the first so many times."""
+    mark = Path(folder) / f"{rank}-{len(list(Path(folder).glob(f'{rank}-*')))}"
+    mark.touch()
+    closed = rank == 0 and mark.name in {f"0-{turn}" for turn in range(often)}
+    return "nowhere://" if closed else f"file://{folder}/store-{mark.name.partition('-')[2]}"
+
+
+def count_ranks(rank: int, world_size: int, folder: str, often: int) -> int:
+    return dist.get_world_size()
+
+
+def test_ranks_that_gloo_could_not_connect_are_started_once_more(tmp_path):
+    def run(often: int) -> list[int]:
+        (folder := tmp_path / str(often)).mkdir()
+        return run_ranks(count_ranks, 2, args=(str(folder), often), setup=meet_at_the_second_time)
+
+    assert run(1) == [2, 2]
+    with pytest.raises(RankError, match=r"rank 0 failed:[\s\S]*init_process_group"):
+        run(2)
 
 
 def test_every_ranks_value_comes_back_in_order():
