@@ -38,8 +38,11 @@ def meet_at_the_second_time(rank: int, folder: str, often: int) -> str:
     """Group rank 0 finds nobody to meet for the first so many times."""
     mark = Path(folder) / f"{rank}-{len(list(Path(folder).glob(f'{rank}-*')))}"
     mark.touch()
-    closed = rank == 0 and mark.name in {f"0-{turn}" for turn in range(often)}
-    return "nowhere://" if closed else f"file://{folder}/store-{mark.name.partition('-')[2]}"
+    turn = mark.name.partition("-")[2]
+    closed = rank == 0 and int(turn) < often
+    while closed and not (Path(folder) / f"1-{turn}").exists():  # else rank 1 might be ended before it has counted
+        time.sleep(0.01)
+    return "nowhere://" if closed else f"file://{folder}/store-{turn}"
 
 
 def count_ranks(rank: int, world_size: int, folder: str, often: int) -> int:
