@@ -130,11 +130,10 @@ class Plan:
     def policy_origins(self) -> list[str]:
         """Return where the sites' modes come from, each place once; then where another setting has one of its own."""
         sites = list(self.sites.values())
-        others = {f"transport by {planned.transport.origin}" for planned in sites}
-        others |= {f"timeout_s by {self.timeout.origin}", f"counters by {self.counting.origin}"}
-        others.add(f"control by {self.control.origin}")
-        stated = (each for each in others if not each.endswith(" by default"))
-        return [*sorted({planned.mode.origin for planned in sites}), *sorted(stated)]
+        settings: list[tuple[str, Setting[Any]]] = [("transport", planned.transport) for planned in sites]
+        settings += [("timeout_s", self.timeout), ("counters", self.counting), ("control", self.control)]
+        others = {f"{name} by {setting.origin}" for name, setting in settings if setting.origin != "default"}
+        return [*sorted({planned.mode.origin for planned in sites}), *sorted(others)]
 
     def differences(self, other: Plan | Mapping[str, Any], mine: str = "here", theirs: str = "there") -> list[str]:
         """Name what another plan, or another rank's `summary`, decides otherwise: a line for each difference.

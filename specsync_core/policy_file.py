@@ -123,7 +123,8 @@ def find_policy_file(config: Path | None, directory: Path | None = None) -> Poli
     if lexists(own := directory / FILE_NAME):
         return read_policy_file(own)
     pyproject = directory / PYPROJECT
-    return _read_tool_table(pyproject) if lexists(pyproject) and _may_be_ours(pyproject) else None
+    text = _read_somebodys(pyproject) if lexists(pyproject) else ""
+    return _tool_table(pyproject, text) if _may_be_ours(text) else None
 
 
 def read_policy_file(path: Path) -> PolicyFile:
@@ -133,7 +134,7 @@ def read_policy_file(path: Path) -> PolicyFile:
         PolicyError: the file cannot be read, is no TOML, or a table or key is wrong (one line for each).
     """
     if path.name == PYPROJECT:
-        found = _read_tool_table(path)
+        found = _tool_table(path, _read(path))
         if found is None:
             raise PolicyError(f"{path}: there is no table [tool.specsync]. Add it, or name another file.")
         return found
@@ -141,18 +142,21 @@ def read_policy_file(path: Path) -> PolicyFile:
     return _validate(path, text, _parse(path, text), ())
 
 
-def _may_be_ours(path: Path) -> bool:
-    """Whether somebody's ``pyproject.toml`` may hold a policy; one that cannot be read stops no engine of another's."""
+def _read_somebodys(path: Path) -> str:
+    """A ``pyproject.toml`` that nobody named; one that cannot be read stops no engine, and counts as empty."""
     try:
-        text = _read(path)
+        return _read(path)
     except PolicyError as error:
         logger.warning("A table [tool.specsync] in it would have no effect: %s", error)
-        return False
+        return ""
+
+
+def _may_be_ours(text: str) -> bool:
+    """Whether it may hold a policy: what is broken without one is not ours to refuse."""
     return re.search(r"^\s*\[\s*tool\b", text, re.MULTILINE) is not None and "specsync" in text
 
 
-def _read_tool_table(path: Path) -> PolicyFile | None:
-    text = _read(path)
+def _tool_table(path: Path, text: str) -> PolicyFile | None:
     table: Any = _parse(path, text)
     for part in TOOL_TABLE:
         table = table.get(part) if isinstance(table, dict) else None

@@ -87,6 +87,7 @@ def _examine_engine(name: str, as_json: bool) -> None:
             f"--engine: unknown engine '{name}'{did_you_mean(name, ENGINES)}. Known: {', '.join(ENGINES)}."
         )
     result = examine_engine(name)
+    found = [*result["problems"], *(target["problem"] for target in result["targets"] if target["problem"])]
     if as_json:
         print_json(result)
     else:
@@ -96,12 +97,10 @@ def _examine_engine(name: str, as_json: bool) -> None:
             print(f"  {'ok     ' if target['problem'] is None else 'PROBLEM'}  {said}")
         for problem in result["problems"]:
             print(f"  PROBLEM  {problem}")
-        found = [*result["problems"], *(target["problem"] for target in result["targets"] if target["problem"])]
         if missing := sorted(set(re.findall(r"No module named '([^']+)'", "\n".join(found)))):
             print(f"Not installed here: {', '.join(missing)}. Install that first: other problems may come from it.")
-        count = len(found)
-        print(f"{len(result['targets'])} targets, {count} problem{'' if count == 1 else 's'}.")
-    if result["problems"] or any(target["problem"] for target in result["targets"]):
+        print(f"{len(result['targets'])} targets, {len(found)} problem{'' if len(found) == 1 else 's'}.")
+    if found:
         raise typer.Exit(1)
 
 

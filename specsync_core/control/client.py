@@ -102,10 +102,10 @@ def _wait_for_answer(connection: socket.socket, timeout_s: float) -> None:
 def _why_closed(pid: int | None) -> str:
     """Why the connection is closed without an answer; a process that ends closes its files some time before."""
     deadline = time.monotonic() + END_S
-    while pid is not None and not (ended := has_ended(pid)) and time.monotonic() < deadline:
+    while pid is not None and time.monotonic() < deadline:
+        if has_ended(pid):
+            return f"group rank 0, process {pid}, ended before it answered."
         time.sleep(0.02)
-    if pid is not None and ended:
-        return f"group rank 0, process {pid}, ended before it answered."
     return f"{_listener(pid)} closed the connection without an answer. Is it the engine's SPECSYNC_CONTROL?"
 
 

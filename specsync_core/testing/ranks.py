@@ -59,10 +59,11 @@ def run_ranks(
         RankError: a rank raised (with its traceback), did not finish in time, or exited. Where gloo could not connect
             the ranks, all are started once more: about once in several thousand worlds it finds a connection closed.
     """
+    run = partial(_run_once, fn, world_size, timeout_s, args, group_timeout_s, lost, setup)
     try:
-        return _run_once(fn, world_size, timeout_s, args, group_timeout_s, lost, setup)
+        return run()
     except UnmetError:
-        return _run_once(fn, world_size, timeout_s, args, group_timeout_s, lost, setup)
+        return run()
 
 
 def _run_once(

@@ -216,11 +216,17 @@ def test_an_engines_derived_state_is_checked_every_so_many_steps(
 FAULT = "dspark-target:rank=1:add=1"
 
 
-def hear_what_differs(rank: int, world_size: int) -> list[str]:
+def heard() -> list[str]:
+    """What specsync logs in this process from now on."""
     messages: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("specsync").addHandler(handler)
+    return messages
+
+
+def hear_what_differs(rank: int, world_size: int) -> list[str]:
+    messages = heard()
     if rank:
         os.environ |= {"SPECSYNC_CHECK_EVERY": "2", "SPECSYNC_FAULTS": FAULT}
         os.environ["SPECSYNC_ALLOW_FAULTS"] = "1"
@@ -228,7 +234,7 @@ def hear_what_differs(rank: int, world_size: int) -> list[str]:
     return [text for text in messages if "differs between ranks" in text]
 
 
-def test_what_only_one_rank_was_given_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_only_one_rank_was_given_is_said() -> None:
     first, second = run_ranks(hear_what_differs, 2)
     assert first == [
         "specsync: SPECSYNC_CHECK_EVERY differs between ranks (0 on group rank 0, 2 on group rank 1): group rank 0's"
@@ -240,10 +246,7 @@ def test_what_only_one_rank_was_given_is_said(monkeypatch: pytest.MonkeyPatch) -
 
 
 def make_it_directly(rank: int, world_size: int) -> list[str]:
-    messages: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("specsync").addHandler(handler)
+    messages = heard()
     SpecTpSync(ParallelGroups(tp=TorchGroup()))
     return [text for text in messages if "no effect" in text]
 
